@@ -1,0 +1,35 @@
+"""Every exception Shardwise raises.
+
+    ShardwiseError
+    ├── MeshError            a mesh that cannot be: unknown axis, wrong size, ranks the world does not have
+    ├── LayoutError          a layout that cannot be: wrong dim, too few placements, mixed Partials
+    ├── OperatorError        an operator that cannot take these layouts
+    ├── CommunicationError   communication that `sw.communication("forbid")` refused
+    └── WorldError           the world around: ranks that disagree, a value that differs between simulated ranks
+
+Each is raised from facts that every rank knows, before any communication, so all ranks raise it alike.
+"""
+
+
+class ShardwiseError(Exception):
+    """The root of all errors of this library."""
+
+
+class MeshError(ShardwiseError, ValueError):
+    """A mesh that cannot be built or an axis it does not have."""
+
+
+class LayoutError(ShardwiseError, ValueError):
+    """A layout that cannot be."""
+
+
+class OperatorError(ShardwiseError, RuntimeError):
+    """An operator that cannot take the layouts it was given."""
+
+
+class CommunicationError(ShardwiseError, RuntimeError):
+    """Communication where the caller forbade it."""
+
+
+class WorldError(ShardwiseError, RuntimeError):
+    """Ranks that disagree, or a world that is not there."""
