@@ -5,14 +5,34 @@ Supported: torch 2.11 to 2.13. Nothing else in the package touches `torch._*`.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch._decomp  # the table of decompositions is filled on import
-import torch._meta_registrations  # noqa: F401  Python meta kernels give output shapes of many operators
+import torch._meta_registrations  # Python meta kernels give output shapes of many operators
+import torch.distributed._functional_collectives  # gives the collective operators their fake kernels, for tracing
+from torch._C import _distributed_c10d
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-__all__ = ["HigherOrderOperator", "OpOverload", "OpOverloadPacket", "decompositions", "make_wrapper", "no_torch_function"]
+__all__ = [
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "collectives",
+    "composite",
+    "decompositions",
+    "get_thread_value",
+    "has_thread_value",
+    "make_wrapper",
+    "no_dispatch",
+    "no_torch_function",
+    "overloads",
+    "register_group",
+    "schema",
+    "set_thread_value",
+    "unregister_group",
+]
 
 #: The only constructor of a tensor subclass that holds no memory of its own.
 make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -22,3 +42,32 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 #: Operator → a Python function of other operators; serves operators that have no rule.
 decompositions: dict[Any, Any] = torch._decomp.decomposition_table
+
+#: Runs an operator on a wrapper itself, not on what it wraps: how the sizes of a wrapper change in place.
+no_dispatch: Any = torch._C._DisableTorchDispatch
+
+#: Which arguments an operator writes to is told by its schema only.
+schema: Any = attrgetter("_schema")
+
+#: The collectives that trace and that Inductor knows; the public ones do neither under every transform.
+collectives: Any = torch.ops._c10d_functional
+
+#: A name of our own for a process group, equal on every rank, so that a traced graph holds nothing of one rank.
+register_group: Any = _distributed_c10d._register_process_group
+unregister_group: Any = _distributed_c10d._unregister_process_group
+
+#: Thread state that torch passes on to the threads of autograd, which see no context variable of the caller.
+get_thread_value: Any = torch._C._get_obj_in_tls
+has_thread_value: Any = torch._C._is_key_in_tls
+set_thread_value: Any = torch._C._stash_obj_in_tls
+
+
+def composite(func: OpOverload) -> bool:
+    """Whether an operator is only a composition of others (seen as itself under inference mode and inside programs)."""
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def overloads(func: OpOverload, name: str) -> list[OpOverload]:
+    """The overloads of the operator of that name in the namespace of `func`."""
+    packet = getattr(getattr(torch.ops, func.namespace), name, None)
+    return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]

@@ -32,7 +32,13 @@ class Mesh:
     root: Mesh
 
     def __new__(
-        cls, axes: Iterable[str], sizes: Iterable[int], ranks: Iterable[int], device: str, world: str, of: Mesh | None = None
+        cls,
+        axes: Iterable[str],
+        sizes: Iterable[int],
+        ranks: Iterable[int],
+        device: str,
+        world: str,
+        of: Mesh | None = None,
     ) -> Mesh:
         content = (tuple(axes), tuple(int(n) for n in sizes), tuple(int(r) for r in ranks), device, world, of)
         if content not in _meshes:

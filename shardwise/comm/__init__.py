@@ -1,1 +1,26 @@
 """Every communication goes through here: `door(mesh)` gives the world behind a mesh."""
+
+from ..layout import PerRank
+from .door import Door
+from .groups import Processes
+from .policy import check, communication
+from .record import Log, Record, note_fallback, trace_comm
+from .simulated import Bundle, Simulated
+from .worlds import door, init_mesh, simulate
+
+__all__ = [
+    "Bundle",
+    "Door",
+    "Log",
+    "PerRank",
+    "Processes",
+    "Record",
+    "Simulated",
+    "check",
+    "communication",
+    "door",
+    "init_mesh",
+    "note_fallback",
+    "simulate",
+    "trace_comm",
+]

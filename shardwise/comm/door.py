@@ -1,8 +1,8 @@
 """The door: the one narrow interface through which every communication and every per-rank step goes.
 
-A *local value* is what a rank holds: an ordinary tensor behind real process groups, a bundle of one tensor per place in a
-simulated world. Nothing outside this package knows which. `axes` are always given in the order of the root mesh; a group's
-ranks are ordered by `mesh.peers(place, axes)`.
+A *local value* is what a rank holds: an ordinary tensor behind real process groups, a bundle of one tensor per place in
+a simulated world. Nothing outside this package knows which. `axes` are always given in the order of the root mesh; a
+group's ranks are ordered by `mesh.peers(place, axes)`.
 """
 
 from __future__ import annotations
@@ -12,27 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..layout import PerRank
 from ..mesh import Mesh
-
-
-class PerRank:
-    """A value that depends on the place in the mesh, computed where it is needed.
-
-    >>> PerRank(lambda place: place * 10).at(3)
-    30
-    """
-
-    __slots__ = ("_function", "_known")
-
-    def __init__(self, function: Callable[[int], Any]) -> None:
-        self._function = function
-        self._known: dict[int, Any] = {}
-
-    def at(self, place: int) -> Any:
-        """The value at a place of the root mesh."""
-        if place not in self._known:
-            self._known[place] = self._function(place)
-        return self._known[place]
 
 
 class Door(Protocol):
@@ -48,7 +29,12 @@ class Door(Protocol):
         """Reduce, and keep this rank's equal chunk of dim 0, in group order."""
 
     def all_to_all(
-        self, x: Tensor, send: tuple[int, ...] | PerRank, receive: tuple[int, ...] | PerRank, mesh: Mesh, axes: tuple[str, ...]
+        self,
+        x: Tensor,
+        send: tuple[int, ...] | PerRank,
+        receive: tuple[int, ...] | PerRank,
+        mesh: Mesh,
+        axes: tuple[str, ...],
     ) -> Tensor:
         """x is 1-D: `send[i]` elements go to the i-th of the group, `receive[i]` come from it; a 1-D result."""
 
@@ -56,11 +42,11 @@ class Door(Protocol):
         """The value that the first place of the mesh's root holds, on every rank."""
 
     def each(self, function: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
-        """`function(*args)` on every rank, local values and `PerRank` arguments (also inside lists and tuples) replaced by
-        that rank's own; gives a local value, or a tuple of them, as the function does. No communication."""
+        """`function(*args)` on every rank, local values and `PerRank` arguments (also inside lists and tuples) replaced
+        by that rank's own; gives a local value, or a tuple of them, as the function does. No communication."""
 
     def number(self, value: PerRank, mesh: Mesh) -> Tensor:
-        """A 0-d int64 local value from one int per place (an offset, say), so that no rank's int enters a traced graph."""
+        """A 0-d int64 local value from one int per place (an offset, say): no rank's int enters a traced graph."""
 
     def replicate(self, tensor: Tensor, mesh: Mesh) -> Tensor:
         """An ordinary tensor, equal on every rank, as a local value. It may share memory: not to be written to."""

@@ -1,0 +1,32 @@
+"""Shardwise: distributed tensors that mean what one device means."""
+
+from . import rules as _rules
+from .comm import Bundle, communication, init_mesh, simulate, trace_comm
+from .layout import Layout
+from .layout import make_layout as layout
+from .memo import cache_clear, cache_info
+from .mesh import Mesh
+from .placement import Partial, Placement, Replicate, Shard
+from .plan import plan
+from .tensor import DTensor, distribute_tensor
+
+__version__ = "0.1.0"
+__all__ = [
+    "Bundle",
+    "DTensor",
+    "Layout",
+    "Mesh",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "cache_clear",
+    "cache_info",
+    "communication",
+    "distribute_tensor",
+    "init_mesh",
+    "layout",
+    "plan",
+    "simulate",
+    "trace_comm",
+]

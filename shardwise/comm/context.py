@@ -1,0 +1,87 @@
+"""What a `with` block sets for a while (the active logs, the policy, the simulated world), and where the user stands.
+
+Knows nothing of meshes and tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from .._torch import get_thread_value, has_thread_value, set_thread_value
+
+T = TypeVar("T")
+
+
+class Setting(Generic[T]):
+    """A value set for a while; seen also by the threads in which autograd runs the backward of CUDA operators.
+
+    >>> depth = Setting("depth", 0)
+    >>> with depth.set(3):
+    ...     depth.get()
+    3
+    """
+
+    __slots__ = ("_default", "_name", "_variable")
+
+    def __init__(self, name: str, default: T) -> None:
+        self._name = f"shardwise.{name}"
+        self._default = default
+        self._variable: ContextVar[T | None] = ContextVar(self._name, default=None)
+
+    def get(self) -> T:
+        """The value now."""
+        value = self._variable.get()
+        if value is not None:
+            return value
+        # A thread of autograd has none of the caller's context variables, but a copy of torch's own thread state.
+        passed = get_thread_value(self._name) if has_thread_value(self._name) else None
+        return self._default if passed is None else passed
+
+    @contextlib.contextmanager
+    def set(self, value: T) -> Iterator[T]:
+        """Set the value inside a `with` block."""
+        before = get_thread_value(self._name) if has_thread_value(self._name) else None
+        token = self._variable.set(value)
+        set_thread_value(self._name, value)
+        try:
+            yield value
+        finally:
+            set_thread_value(self._name, before)
+            self._variable.reset(token)
+
+
+class Line(NamedTuple):
+    """A line of the user's program."""
+
+    path: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.path)}:{self.number}"
+
+
+_LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
+_PASSED_THROUGH = (contextlib.__file__, functools.__file__)
+
+
+def caller() -> Line:
+    """The innermost line outside Shardwise and torch; `<autograd>:0` in a thread that has no line of the user's.
+
+    >>> caller().number > 0
+    True
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_LIBRARIES) and path not in _PASSED_THROUGH:
+            return Line(path, frame.f_lineno)
+        frame = frame.f_back  # type: ignore[assignment]
+    return Line("<autograd>", 0)

@@ -1,0 +1,62 @@
+"""`communication`: whether operators may communicate on their own account, and `check`, which asks.
+
+Reads a size and a description, gives nothing, or a warning, or an error that every rank raises alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ..errors import CommunicationError
+from .context import Line, Setting, caller
+
+MODES = ("auto", "warn", "forbid")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What `communication` was told, and which lines were warned about since."""
+
+    mode: str = "auto"
+    over_bytes: int = 0
+    warned: set[tuple[str, Line]] = field(default_factory=set)
+
+
+policy: Setting[Policy] = Setting("communication", Policy())
+
+
+@contextlib.contextmanager
+def communication(mode: str, over_bytes: int = 0) -> Iterator[None]:
+    """Allow ("auto"), report ("warn") or refuse ("forbid") communication that an operator needs but nobody asked for.
+
+    Only what moves more than `over_bytes` bytes to a rank counts; each operator on each line warns once.
+
+    >>> with communication("forbid", over_bytes=1024):
+    ...     check("aten.mm", 512, lambda: "f32[8, 16@tp]")
+    """
+    if mode not in MODES:
+        raise CommunicationError(f"communication({mode!r}) is not known; use one of {', '.join(MODES)}")
+    with policy.set(Policy(mode, int(over_bytes))):
+        yield
+
+
+def check(operator: str, bytes: int, describe: Callable[[], str]) -> None:
+    """Warn or raise, as `communication` was told, about `bytes` that `operator` is going to move to a rank."""
+    told = policy.get()
+    if told.mode == "auto" or bytes <= told.over_bytes:
+        return
+    line = caller()
+    if told.mode == "warn" and (operator, line) in told.warned:
+        return
+    limit = f" (over_bytes={told.over_bytes:,})" if told.over_bytes else ""
+    text = (
+        f"{operator} at {line} communicates {bytes:,} bytes{limit}: {describe()}. Redistribute its inputs to "
+        'layouts that fit before the operator, or allow it with sw.communication("auto").'
+    )
+    if told.mode == "forbid":
+        raise CommunicationError(text)
+    told.warned.add((operator, line))
+    warnings.warn_explicit(text, UserWarning, line.path, line.number)

@@ -1,0 +1,350 @@
+"""A world of many ranks in this process: `Bundle`, one tensor per place, and `Simulated`, the door made of bundles.
+
+Reads meshes and tensors, gives bundles. Knows nothing of layouts, of operators' meaning or of process groups.
+
+>>> import torch
+>>> both = Bundle([torch.zeros(2), torch.ones(2)])
+>>> (both + 1).pieces[1]
+tensor([2., 2.])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch import OpOverload, make_wrapper, no_dispatch, no_torch_function, schema
+from ..errors import MeshError, OperatorError, WorldError
+from ..layout import PerRank
+from ..mesh import Mesh
+
+# ── Bundle ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _everywhere(
+    cls: type, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Run an operator at every place."""
+    # Another wrapper (a DTensor around bundles, say) knows better what to do with the bundles beside it.
+    if any(kind is not cls and hasattr(kind, "__tensor_flatten__") for kind in types):
+        return NotImplemented
+    kwargs = kwargs or {}
+    places = range(_places((args, kwargs)))
+    outs = [func(*_at_place(args, place), **_at_place(kwargs, place)) for place in places]
+    written = _writes(func)
+    if written is None:
+        return _bundled(outs, func)
+    if written.reshapes:
+        with no_dispatch():  # the wrapper's own sizes and strides change with those of its pieces
+            func(*args, **kwargs)
+    return written.outputs(_bundled(outs, func), args, kwargs)
+
+
+class Bundle(torch.Tensor):
+    """One tensor per place of a simulated mesh; every operator runs on each. Its shape is that of the first piece.
+
+    >>> b = Bundle([torch.zeros(2), torch.ones(2)])
+    >>> b.sum().pieces
+    (tensor(0.), tensor(2.))
+    """
+
+    pieces: tuple[Tensor, ...]
+
+    @staticmethod
+    def __new__(cls: type[Bundle], pieces: Iterable[Tensor], requires_grad: bool = False) -> Bundle:
+        pieces = tuple(pieces)
+        if not pieces:
+            raise WorldError("a Bundle holds at least one piece, got none")
+        first = pieces[0]
+        self: Bundle = make_wrapper(
+            cls,
+            first.shape,
+            strides=first.stride(),
+            storage_offset=first.storage_offset(),
+            dtype=first.dtype,
+            layout=first.layout,
+            device=first.device,
+            requires_grad=requires_grad,
+        )
+        self.pieces = pieces
+        return self
+
+    __torch_function__ = no_torch_function
+    __torch_dispatch__: Any = classmethod(_everywhere)
+
+    def tolist(self) -> Any:
+        """The value as Python numbers, if it is the same at every place."""
+        return _agreed([piece.tolist() for piece in self.pieces], "tolist")
+
+    def _text(self, **_: Any) -> str:
+        lines = [f"  {place}: {piece!r}".replace("\n", "\n     ") for place, piece in enumerate(self.pieces)]
+        tail = [f"  grad_fn={self.grad_fn}"] if self.grad_fn is not None else []
+        return "\n".join(["Bundle(", *lines, *tail, ")"])
+
+    __repr__: Any = _text
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (list(self.pieces), self.requires_grad)
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("piece_"):
+            return self.pieces[int(name[len("piece_") :])]
+        raise AttributeError(f"Bundle has no attribute {name!r}")
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [f"piece_{place}" for place in range(len(self.pieces))], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Bundle:
+        return Bundle(inner[f"piece_{place}"] for place in range(len(inner)))
+
+
+def _rebuild(pieces: list[Tensor], requires_grad: bool) -> Bundle:
+    return Bundle(pieces, requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild])
+
+
+class _Writes(NamedTuple):
+    """Which outputs of an operator are arguments that it wrote to, by position and by name (None: a new value)."""
+
+    sources: tuple[tuple[int, str] | None, ...]
+    reshapes: bool
+
+    def outputs(self, outs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The outputs, with each written argument itself in place of the bundle made for it."""
+        if not self.sources:
+            return outs
+        several = outs if len(self.sources) > 1 else (outs,)
+        found = [
+            out if source is None else kwargs[source[1]] if source[1] in kwargs else args[source[0]]
+            for out, source in zip(several, self.sources, strict=True)
+        ]
+        return tuple(found) if len(self.sources) > 1 else found[0]
+
+
+@lru_cache(maxsize=4096)
+def _writes(func: OpOverload) -> _Writes | None:
+    signature = schema(func)
+    owner: dict[str, tuple[int, str]] = {}
+    for position, argument in enumerate(signature.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            owner |= dict.fromkeys(argument.alias_info.before_set, (position, argument.name))
+    if not owner:
+        return None
+    labels = [result.alias_info.before_set if result.alias_info else () for result in signature.returns]
+    sources = tuple(next((owner[name] for name in names if name in owner), None) for names in labels)
+    return _Writes(sources, torch.Tag.inplace_view in func.tags)
+
+
+# ── pieces out of arguments, bundles out of results ───────────────────────────────────────────────────────────────────
+
+
+def _at_place(value: Any, place: int) -> Any:
+    """`value` with every Bundle and PerRank in it (through lists, tuples and dicts) replaced by that place's own."""
+    if isinstance(value, Bundle):
+        return value.pieces[place]
+    if isinstance(value, PerRank):
+        return value.at(place)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_at_place(item, place) for item in value])
+    if kind is dict:
+        return {key: _at_place(item, place) for key, item in value.items()}
+    return value
+
+
+def _places(value: Any) -> int:
+    """The number of places of the bundles in `value`; 0 if there is none."""
+    if isinstance(value, Bundle):
+        return len(value.pieces)
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return 0
+    found = {count for count in map(_places, value) if count}
+    if len(found) > 1:
+        raise WorldError(f"bundles of {sorted(found)} places in one operator; they come from meshes of different sizes")
+    return found.pop() if found else 0
+
+
+def _bundled(outs: list[Any], what: object) -> Any:
+    """One result from the results at every place."""
+    first = outs[0]
+    if isinstance(first, Tensor):
+        return Bundle(outs)
+    if first is None:
+        return None
+    if isinstance(first, tuple | list):
+        several = [_bundled([out[i] for out in outs], what) for i in range(len(first))]
+        return tuple(several) if isinstance(first, tuple) else several
+    return _agreed(outs, what)
+
+
+def _agreed(values: list[Any], what: object) -> Any:
+    first = values[0]
+    for place, value in enumerate(values):
+        if value != first and not (_is_nan(value) and _is_nan(first)):
+            raise WorldError(
+                f"{what} gives {first!r} at place 0 and {value!r} at place {place} of a simulated world: there is no "
+                "one value to go on with. Look at `.pieces`, or make it equal on every rank first (full_tensor())."
+            )
+    return first
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float | complex) and value != value
+
+
+# ── Simulated ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+#: How two pending values combine; the same operators as in the dense program, so NaN and overflow mean the same.
+COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+def combine(values: Sequence[Tensor], kind: str) -> Tensor:
+    """The values reduced by `kind`, from the first to the last; may be the first itself if there is one only.
+
+    >>> combine([torch.tensor(2), torch.tensor(5)], "max")
+    tensor(5)
+    """
+    if kind not in COMBINE:
+        raise OperatorError(f"no collective reduces by {kind!r}; use one of {', '.join(COMBINE)}")
+    return reduce(COMBINE[kind], values)
+
+
+def check_chunks(rows: int, parts: int, axes: tuple[str, ...]) -> None:
+    """Refuse a reduce_scatter whose dim 0 does not fall into equal chunks."""
+    if rows % parts:
+        raise OperatorError(
+            f"reduce_scatter over axes {axes}: dim 0 has {rows} rows, which {parts} ranks cannot share equally; "
+            "pad it first"
+        )
+
+
+class Simulated:
+    """The door to a world of bundles.
+
+    >>> mesh = Mesh(("tp",), (2,), range(2), "cpu", "simulated")
+    >>> Simulated().all_reduce(Bundle([torch.zeros(1), torch.ones(1)]), "sum", mesh, ("tp",)).pieces
+    (tensor([1.]), tensor([1.]))
+    """
+
+    def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Reduce each group in its order; every place gets its own copy of one and the same result."""
+        return _by_group(x, mesh, axes, lambda pieces: [combine(pieces, kind)] * len(pieces))
+
+    def all_gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Concatenate each group's pieces along dim 0."""
+        return _by_group(x, mesh, axes, lambda pieces: [torch.cat(pieces)] * len(pieces))
+
+    def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Reduce each group and deal out equal chunks of dim 0."""
+
+        def deal(pieces: list[Tensor]) -> list[Tensor]:
+            check_chunks(len(pieces[0]), len(pieces), axes)
+            return list(combine(pieces, kind).tensor_split(len(pieces)))
+
+        return _by_group(x, mesh, axes, deal)
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        send: tuple[int, ...] | PerRank,
+        receive: tuple[int, ...] | PerRank,
+        mesh: Mesh,
+        axes: tuple[str, ...],
+    ) -> Tensor:
+        """Cut each piece by `send` and put together what each place receives."""
+        pieces, out = _pieces(x, mesh), {}
+        for group in mesh.groups(axes):
+            parcels = [pieces[place].split(list(_at_place(send, place))) for place in group]
+            for index, place in enumerate(group):
+                coming = [parcel[index] for parcel in parcels]
+                counts = tuple(len(piece) for piece in coming)
+                if counts != (expected := tuple(_at_place(receive, place))):
+                    raise WorldError(
+                        f"all_to_all over axes {axes}: place {place} expects {expected} elements from places {group}, "
+                        f"which send it {counts}"
+                    )
+                out[place] = torch.cat(coming)
+        return Bundle(out[place] for place in range(len(pieces)))
+
+    def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
+        """The first piece, copied to every place."""
+        pieces = _pieces(x, mesh)
+        return Bundle(pieces[0].clone(memory_format=torch.contiguous_format) for _ in pieces)
+
+    def each(self, function: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
+        """Call the function once for each place, with that place's arguments."""
+        _check_places(_places(args), mesh)
+        return _bundled([function(*_at_place(args, place)) for place in range(len(mesh.ranks))], function)
+
+    def number(self, value: PerRank, mesh: Mesh) -> Tensor:
+        """One int64 per place."""
+        return Bundle(torch.tensor(value.at(place), device=mesh.device) for place in range(len(mesh.ranks)))
+
+    def replicate(self, tensor: Tensor, mesh: Mesh) -> Tensor:
+        """The tensor itself at every place, shared."""
+        return tensor if isinstance(tensor, Bundle) else Bundle([tensor.detach()] * len(mesh.ranks))
+
+    def plain(self, x: Tensor) -> Tensor:
+        """The first piece."""
+        return x.pieces[0] if isinstance(x, Bundle) else x
+
+    def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+        """The shape of every piece."""
+        pieces = _pieces(x, mesh)
+        return same_ndim(tuple(tuple(piece.shape) for piece in pieces))
+
+
+def same_ndim(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """The shapes as they are, if the ranks agree on the number of dims.
+
+    >>> same_ndim(((2, 3), (1, 3)))
+    ((2, 3), (1, 3))
+    """
+    if len({len(shape) for shape in shapes}) > 1:
+        raise WorldError(
+            f"the ranks hold local tensors of different numbers of dims: {shapes}, by place; give all the same number"
+        )
+    return shapes
+
+
+def _pieces(x: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
+    if isinstance(x, Bundle):
+        _check_places(len(x.pieces), mesh)
+        return x.pieces
+    return (x,) * len(mesh.ranks)
+
+
+def _check_places(count: int, mesh: Mesh) -> None:
+    if count not in (0, len(mesh.ranks)):
+        raise MeshError(
+            f"a bundle of {count} pieces meets mesh {mesh.root} of {len(mesh.ranks)} ranks; use one mesh for both"
+        )
+
+
+def _by_group(
+    x: Tensor, mesh: Mesh, axes: tuple[str, ...], collective: Callable[[list[Tensor]], list[Tensor]]
+) -> Bundle:
+    """Run a collective in each group; each place gets its own contiguous copy, so that no two places share memory."""
+    pieces, out = _pieces(x, mesh), list(_pieces(x, mesh))
+    for group in mesh.groups(axes):
+        results = collective([pieces[place] for place in group])
+        for place, result in zip(group, results, strict=True):
+            out[place] = result.clone(memory_format=torch.contiguous_format)
+    return Bundle(out)

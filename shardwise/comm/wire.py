@@ -1,0 +1,119 @@
+"""What a tensor looks like while a collective moves or reduces it: backends know few dtypes, and no NaN.
+
+Reads a tensor or a dtype, gives another that every backend takes, and the way back. Knows nothing of groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, dtype
+
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_INTS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
+#: Dtypes that Gloo and NCCL both move and sum as they are.
+NATIVE = _FLOATS | _INTS
+_CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+
+# ── moving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def packed(x: Tensor) -> Tensor:
+    """`x`, contiguous, as bytes that every backend moves; dim 0 stays dim 0, and nothing is copied that need not be.
+
+    >>> packed(torch.tensor([True, False]))
+    tensor([1, 0], dtype=torch.uint8)
+    """
+    x = x.resolve_neg()
+    if x.dtype in NATIVE:
+        return x.contiguous()
+    x = x.resolve_conj().contiguous()
+    return torch.view_as_real(x) if x.element_size() > 8 else x.view(_CARRIERS[x.element_size()])
+
+
+def unpacked(x: Tensor, kind: dtype) -> Tensor:
+    """The way back from `packed`.
+
+    >>> unpacked(torch.tensor([1, 0], dtype=torch.uint8), torch.bool)
+    tensor([ True, False])
+    """
+    if kind in NATIVE:
+        return x
+    return torch.view_as_complex(x) if kind is torch.complex128 else x.view(kind)
+
+
+# ── reducing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Wire(NamedTuple):
+    """A reduction that every backend does: the tensor to give it, its kind, and the way back."""
+
+    encode: Callable[[Tensor], Tensor]
+    kind: str
+    decode: Callable[[Tensor], Tensor]
+
+
+#: Bools are reduced as the bytes 0 and 1; the sum of bools is their "or", as `torch.add` has it.
+_BOOLS = {"sum": "max", "bor": "max", "max": "max", "product": "min", "band": "min", "min": "min", "bxor": "sum"}
+
+
+@lru_cache(maxsize=256)
+def wire(kind: str, of: dtype) -> Wire | None:
+    """How tensors of dtype `of` are reduced by `kind`; None: no backend does, so gather them and reduce here.
+
+    >>> wire("sum", torch.bool).kind, wire("bxor", torch.int64)
+    ('max', None)
+    """
+    if of is torch.bool and kind in _BOOLS:
+        return Wire(_byte_of_bool, _BOOLS[kind], _bool_of_byte)
+    if of in _FLOATS and kind in ("max", "min"):
+        # Gloo and NCCL lose NaN in max and min; integers in the order of the numbers, with NaN outermost, do not.
+        return Wire(partial(_ordered, kind=kind), kind, partial(_number_of_ordered, of=of))
+    if of in (torch.complex64, torch.complex128) and kind == "sum":
+        return Wire(_real, "sum", torch.view_as_complex)
+    if of is torch.int16 and kind in ("sum", "product", "max", "min"):
+        return Wire(partial(_wider, to=torch.int32), kind, partial(_wider, to=torch.int16))
+    if of in NATIVE and kind in ("sum", "product", "max", "min"):
+        return Wire(_itself, kind, _itself)
+    return None
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _wider(x: Tensor, to: dtype) -> Tensor:
+    return x.to(to)
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj())
+
+
+def _byte_of_bool(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)
+
+
+def _bool_of_byte(x: Tensor) -> Tensor:
+    return x.bitwise_and(1).view(torch.bool)
+
+
+def _ordered(x: Tensor, kind: str) -> Tensor:
+    wide = x if x.dtype is torch.float64 else x.float()
+    bits = wide.view(torch.int64 if wide.dtype is torch.float64 else torch.int32)
+    limits = torch.iinfo(bits.dtype)
+    return torch.where(wide.isnan(), limits.max if kind == "max" else limits.min, _turned(bits))
+
+
+def _number_of_ordered(x: Tensor, of: dtype) -> Tensor:
+    return _turned(x).view(torch.float64 if x.dtype is torch.int64 else torch.float32).to(of)
+
+
+def _turned(bits: Tensor) -> Tensor:
+    """All bits but the sign inverted where it is set: from sign and magnitude to two's complement, and back."""
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)

@@ -1,0 +1,106 @@
+"""Which world a mesh lives in: `init_mesh` finds it, `simulate` forces it, `door` opens it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from ..errors import MeshError
+from ..mesh import Mesh
+from .context import Setting
+from .door import Door
+from .groups import Processes
+from .record import Recorder, logs
+from .simulated import Simulated
+
+_doors: dict[str, Door] = {"processes": Processes(), "simulated": Simulated()}
+_simulated_ranks: Setting[int] = Setting("simulate", 0)
+
+
+def door(mesh: Mesh, operator: str = "") -> Door:
+    """The door to the world behind a mesh; `operator` names, for the logs, on whose behalf it is opened.
+
+    >>> mesh = Mesh(("tp",), (2,), range(2), "cpu", "simulated")
+    >>> type(door(mesh)).__name__
+    'Simulated'
+    """
+    found = _doors[mesh.world]
+    return Recorder(found, operator) if logs.get() else found
+
+
+@contextlib.contextmanager
+def simulate(ranks: int) -> Iterator[None]:
+    """Meshes made inside the block live in a simulated world of so many ranks, also under torchrun.
+
+    >>> with simulate(8):
+    ...     init_mesh(dp=2, tp=4)
+    Mesh(dp=2, tp=4)
+    """
+    if ranks < 1:
+        raise MeshError(f"a simulated world has at least one rank, got simulate({ranks})")
+    with _simulated_ranks.set(ranks):
+        yield
+
+
+def init_mesh(*, device: str | None = None, ranks: Iterable[int] | None = None, **axes: int) -> Mesh:
+    """A mesh of named axes over the running job's ranks, or over simulated ranks where there is no job.
+
+    In order: inside `simulate(n)`, its ranks; else the initialised torch.distributed job; else, started by torchrun,
+    that job, which is initialised here; else as many simulated ranks as the mesh has. Later axes vary faster.
+
+    >>> init_mesh(dp=2, tp=4).shape
+    {'dp': 2, 'tp': 4}
+    """
+    size = math.prod(axes.values())
+    chosen = tuple(range(size)) if ranks is None else tuple(ranks)
+    world, there = _find_world(device, max((size, *(rank + 1 for rank in chosen))))
+    _check_fits(axes, chosen, there, world)
+    return Mesh(axes, axes.values(), chosen, device or _default_device(world), world)
+
+
+def _find_world(device: str | None, needed: int) -> tuple[str, int]:
+    """The name of the world that a new mesh lives in, and its number of ranks."""
+    if _simulated_ranks.get():
+        return "simulated", _simulated_ranks.get()
+    if not dist.is_initialized():
+        if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+            return "simulated", needed
+        _join_job(device or "cpu")
+    return "processes", dist.get_world_size()
+
+
+def _check_fits(axes: dict[str, int], ranks: tuple[int, ...], there: int, world: str) -> None:
+    outside = [rank for rank in ranks if not 0 <= rank < there]
+    if not outside:
+        return
+    text = ", ".join(f"{name}={size}" for name, size in axes.items())
+    more = "sw.simulate(n)" if world == "simulated" else "torchrun --nproc-per-node"
+    if len(ranks) > there:
+        raise MeshError(
+            f"mesh ({text}) has {len(ranks)} ranks, the world has {there}; use smaller axes or start more ranks "
+            f"({more})"
+        )
+    raise MeshError(f"mesh ({text}) asks for ranks {outside}, the world has ranks 0 to {there - 1}; choose from those")
+
+
+def _join_job(device: str) -> None:
+    """Initialise torch.distributed as torchrun's environment says."""
+    if device.startswith("cuda"):
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    atexit.register(_leave_job)
+
+
+def _leave_job() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _default_device(world: str) -> str:
+    return "cuda" if world == "processes" and "nccl" in dist.get_backend_config() else "cpu"

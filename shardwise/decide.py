@@ -1,0 +1,275 @@
+"""decide(call): which layouts an operator's tensors should have, which its results then have, and what runs on each rank. Pure.
+
+A rule speaks of one mesh axis; here it is lifted to a mesh axis by axis, so the work grows with the number of axes, not with
+their product. For each axis the cheapest of a few candidates is taken: cut a letter that some input is already cut by, let a
+pending value pass, or replicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import cost
+from .layout import Dim, Layout, cut, whole
+from .rules.notation import Call, Kernel, Proposal, Rule, labels
+
+State = int | str | None
+SWAPPED = {"max": "min", "min": "max"}
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do for one operator on given layouts.
+
+    `moves` lists (tensor, from, to); `results` the layouts of the results (None: no tensor); `edits` arguments to replace;
+    `kernel` what runs on each rank in place of the operator; `program` what runs on DTensors in place of all this; `copy_back`:
+    no local form of the in-place operator keeps its argument's layout, so the functional form runs and is copied back.
+    """
+
+    moves: tuple[tuple[int, Layout, Layout], ...] = ()
+    results: tuple[Layout | None, ...] = ()
+    edits: dict[str, Any] = field(default_factory=dict)
+    kernel: Kernel | None = None
+    program: Kernel | None = None
+    copy_back: bool = False
+
+    @property
+    def direct(self) -> bool:
+        """Whether the operator runs on the local tensors just as they are."""
+        return not (self.moves or self.edits or self.kernel or self.program or self.copy_back)
+
+
+def decide(rule: Rule, call: Call) -> Decision:
+    """The cheapest way to run a call under its rule."""
+    if rule.function is not None:
+        return _from_proposal(rule.function(call), call)
+    bound = _bind(rule, call)
+    if rule.program is not None and _needs_program(rule, bound, call):
+        return Decision(program=rule.program)
+    choices: dict[str, Candidate] = {}
+    for axis in call.tensors[0].mesh.axes:
+        choice = _choose(rule, call, bound, axis)
+        if choice is None:
+            return Decision(copy_back=True)
+        choices[axis] = choice
+    return _from_choices(rule, call, bound, choices)
+
+
+def _from_proposal(proposal: Proposal, call: Call) -> Decision:
+    moves = [(i, t, w) for i, (t, w) in enumerate(zip(call.tensors, proposal.wants, strict=True)) if t is not w]
+    if call.written is not None and any(i == call.written for i, _, _ in moves):
+        return Decision(copy_back=True)
+    return Decision(tuple(moves), proposal.results, proposal.edits, proposal.kernel)
+
+
+# ── binding a sentence to a call ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A sentence with its letters bound: labels per tensor and per result, sizes per label, tensors linear together."""
+
+    inputs: tuple[tuple[str | None, ...], ...]
+    outputs: tuple[tuple[str | None, ...], ...]
+    sizes: dict[str, int]
+    linear: tuple[tuple[int, ...], ...]
+    work: int
+
+
+def _bind(rule: Rule, call: Call) -> Bound:
+    named: list[tuple[str, ...]] = [()] * len(call.tensors)
+    sizes: dict[str, int] = {}
+    last = len(rule.inputs) - 1
+    for slot, index in enumerate(call.slots):
+        if index is None:
+            continue
+        names = labels(rule.inputs[min(slot, last)], call, call.tensors[index].ndim)
+        named[index] = names
+        for label, size in zip(names, call.tensors[index].shape, strict=True):
+            if sizes.get(label, 1) == 1:
+                sizes[label] = size
+    inputs = tuple(
+        tuple(label if size == sizes[label] else None for label, size in zip(names, t.shape, strict=True))
+        for names, t in zip(named, call.tensors, strict=True)
+    )
+    last = len(rule.outputs) - 1
+    outputs = tuple(
+        _output_labels(rule, call, rule.outputs[min(i, last)], named, len(result.shape))
+        for i, result in enumerate(call.results)
+    )
+    work = 1
+    for size in sizes.values():
+        work *= size
+    return Bound(inputs, outputs, sizes, tuple(_linear_sets(rule, call)), work)
+
+
+def _output_labels(rule: Rule, call: Call, pattern: Any, named: list[tuple[str, ...]], ndim: int) -> tuple[str | None, ...]:
+    if pattern.named is None and pattern.ellipsis and rule.inputs[0].named is not None:
+        source = named[0]
+        if ndim == len(source):
+            return tuple(None if label.startswith("[]") else label for label in source)
+        return tuple(label for label in source if not label.startswith("[]"))
+    return labels(pattern, call, ndim)
+
+
+def _linear_sets(rule: Rule, call: Call) -> Iterable[tuple[int, ...]]:
+    """The jointly linear sets as indices of tensors; a number in a set makes the operator affine in it, so it is dropped."""
+    arguments = [value for name, value in call.arguments.items() if name in _tensor_names(call)]
+    for group in rule.linear:
+        if not any(slot < len(call.slots) and call.slots[slot] is None and arguments[slot] is not None for slot in group):
+            indices = tuple(i for slot in group if slot < len(call.slots) and (i := call.slots[slot]) is not None)
+            if indices:
+                yield indices
+
+
+def _tensor_names(call: Call) -> tuple[str, ...]:
+    return tuple(a.name for a in call.op._schema.arguments if "Tensor" in str(a.type))
+
+
+def _needs_program(rule: Rule, bound: Bound, call: Call) -> bool:
+    if not rule.inputs:
+        return True
+    return any(
+        isinstance(state, int) and names[state] is not None and _is_whole(rule, bound, names[state])
+        for names, tensor in zip(bound.inputs, call.tensors, strict=True)
+        for axis, state in tensor.states.items()
+        if tensor.mesh.shape[axis] > 1
+    )
+
+
+def _is_whole(rule: Rule, bound: Bound, label: str | None) -> bool:
+    return label is None or label in rule.whole or (label.startswith("[]") and "[]" in rule.whole)
+
+
+# ── one axis ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What one axis could do: the state of each tensor and of each result along it, and the label it cuts."""
+
+    wants: tuple[State, ...]
+    results: tuple[State, ...]
+    label: str | None = None
+
+
+def _choose(rule: Rule, call: Call, bound: Bound, axis: str) -> Candidate | None:
+    """The cheapest candidate; None where an in-place operator has none that keeps its argument's layout."""
+    have = tuple(tensor.states.get(axis) for tensor in call.tensors)
+    plain = Candidate((None,) * len(have), (None,) * len(bound.outputs))
+    if not any(state is not None for state in have):
+        return plain
+    best, least = None, float("inf")
+    for candidate in (*_passes(rule, bound, have), *_cuts(rule, bound, have), plain):  # the first of equals is taken
+        if call.written is not None and not _keeps(candidate, have, call.written):
+            continue
+        seconds = _price(candidate, call, bound, have, axis)
+        if seconds < least:
+            best, least = candidate, seconds
+    return best
+
+
+def _keeps(candidate: Candidate, have: tuple[State, ...], written: int) -> bool:
+    return candidate.wants[written] == have[written] and candidate.results[:1] in ((), (have[written],))
+
+
+def _cuts(rule: Rule, bound: Bound, have: tuple[State, ...]) -> Iterable[Candidate]:
+    found = (names[s] for names, s in zip(bound.inputs, have, strict=True) if isinstance(s, int))
+    for label in dict.fromkeys(found):
+        if label is None or _is_whole(rule, bound, label):
+            continue
+        kept = [label in names for names in bound.outputs]
+        if not all(kept) and rule.lost is None:
+            continue
+        wants = tuple(_want(label, i, bound, all(kept)) for i in range(len(have)))
+        results = tuple(names.index(label) if label in names else rule.lost for names in bound.outputs)
+        yield Candidate(wants, results, label)
+
+
+def _want(label: str, tensor: int, bound: Bound, kept: bool) -> State:
+    if label in bound.inputs[tensor]:
+        return bound.inputs[tensor].index(label)
+    added = not kept and any(tensor in group and any(label in bound.inputs[j] for j in group) for group in bound.linear)
+    return "sum" if added else None
+
+
+def _passes(rule: Rule, bound: Bound, have: tuple[State, ...]) -> Iterable[Candidate]:
+    for kind in dict.fromkeys(state for state in have if isinstance(state, str)):
+        if kind in ("sum", "avg"):
+            for group in bound.linear:
+                wants = tuple(kind if i in group else None for i in range(len(have)))
+                yield Candidate(wants, (kind,) * len(bound.outputs))
+        through = _through(rule.passes, kind)
+        if through is not None:
+            yield Candidate((kind, *(None,) * (len(have) - 1)), (through,) * len(bound.outputs))
+
+
+def _through(passes: str | None, kind: str) -> str | None:
+    if passes == "all":
+        return kind
+    if kind not in SWAPPED or passes is None:
+        return None
+    return kind if passes == "up" else SWAPPED[kind]
+
+
+def _price(candidate: Candidate, call: Call, bound: Bound, have: tuple[State, ...], axis: str) -> float:
+    """Seconds to reach the candidate, to pay later for what it leaves pending, and to compute."""
+    ranks = call.tensors[0].mesh.shape[axis]
+    seconds = 0.0
+    for tensor, now, want in zip(call.tensors, have, candidate.wants, strict=True):
+        if now != want:
+            seconds += cost.change(now, want, tensor.nbytes, ranks)
+    for result, state in zip(call.results, candidate.results, strict=True):
+        if isinstance(state, str):
+            size = result.dtype.itemsize
+            for n in result.shape:
+                size *= n
+            seconds += cost.all_reduce(size, ranks)
+    return seconds + bound.work * cost.PER_WORK / (1 if candidate.label is None else ranks)
+
+
+# ── all axes together ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _from_choices(rule: Rule, call: Call, bound: Bound, choices: dict[str, Candidate]) -> Decision:
+    cuts: dict[str, list[str]] = {}
+    for axis, choice in choices.items():
+        if choice.label is not None:
+            cuts.setdefault(choice.label, []).append(axis)
+    dims = {label: _structure(label, axes, call, bound) for label, axes in cuts.items()}
+    wants = []
+    for i, (tensor, names) in enumerate(zip(call.tensors, bound.inputs, strict=True)):
+        partials = [(a, c.wants[i]) for a, c in choices.items() if isinstance(c.wants[i], str)]
+        wants.append(tensor.replace(dims=_dims(names, tensor.shape, dims), partials=partials))
+    results = []
+    for i, (result, out_names) in enumerate(zip(call.results, bound.outputs, strict=True)):
+        partials = [(a, c.results[i]) for a, c in choices.items() if isinstance(c.results[i], str)]
+        placed = _dims(out_names, result.shape, dims)
+        results.append(Layout.of(call.tensors[0].mesh, placed, partials, result.dtype, result.stride))
+    moves = tuple((i, t, w) for i, (t, w) in enumerate(zip(call.tensors, wants, strict=True)) if t is not w)
+    kernel = rule.kernel(call, wants) if rule.kernel is not None else None
+    return Decision(moves, tuple(results), kernel=kernel)
+
+
+def _dims(names: Iterable[str | None], shape: Iterable[int], dims: dict[str, Dim]) -> list[Dim]:
+    return [dims.get(label or "") or (whole(n),) for label, n in zip(names, shape, strict=True)]
+
+
+def _structure(label: str, axes: list[str], call: Call, bound: Bound) -> Dim:
+    """How the axes cut the label: as a tensor already has it (the one written to, else the largest), or in default chunks."""
+    found: list[tuple[bool, int, Dim]] = []
+    partly: tuple[str, ...] = ()
+    for i, (tensor, names) in enumerate(zip(call.tensors, bound.inputs, strict=True)):
+        if label in names:
+            dim = names.index(label)
+            have = tensor.axes_of(dim)
+            if set(have) == set(axes):
+                found.append((i == call.written, tensor.nbytes, tensor.dims[dim]))
+            elif set(have) < set(axes) and len(have) > len(partly):
+                partly = have
+    if found:
+        return max(found, key=lambda item: item[:2])[2]
+    order = [*partly, *(axis for axis in axes if axis not in partly)]
+    return (cut(bound.sizes[label], order, call.tensors[0].mesh),)

@@ -1,0 +1,354 @@
+"""What happens to one operator: key → decision → moves → local call → wrapped results. No operator is named here.
+
+On a known call the path is one tuple, one look-up, the local operator and one wrapper. All else is in `_general`.
+`cls` is the tensor subclass; its instances carry `_local` and `_layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import fallback
+from ._torch import make_wrapper
+from .comm import door
+from .decide import Decision, decide
+from .errors import MeshError, OperatorError
+from .layout import Layout, PerRank, make_layout
+from .memo import new_cache
+from .mesh import Mesh
+from .placement import Replicate
+from .redistribute import move
+from .rules.notation import Call, Result
+from .rules.table import find
+from .signature import Signature, signature
+
+_decisions = new_cache("decisions", limit=8192)
+_known = _decisions.entries
+_free: dict[Any, frozenset[int | str]] = {}
+_PLAIN = frozenset((int, bool, type(None), str, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format))
+
+
+def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:
+    """A DTensor around a local value."""
+    self = make_wrapper(cls, layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+    self._local, self._layout = local, layout
+    return self
+
+
+def dispatch(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on DTensors (and what stands beside them)."""
+    free = _free.get(func)
+    if free is None:
+        free = _free[func] = signature(func).free
+    key, values = [func], []
+    for position, arg in enumerate(args):
+        kind = type(arg)
+        if kind is cls:
+            key.append(arg._layout)
+            values.append(arg._local)
+            continue
+        values.append(arg)
+        if kind in _PLAIN:
+            key.append(kind if position in free else arg)
+        elif kind is list and arg and type(arg[0]) is int:
+            key.append(tuple(arg))
+        else:
+            return _general(cls, func, args, kwargs)
+    if kwargs:
+        for name, arg in kwargs.items():
+            if type(arg) not in _PLAIN:
+                return _general(cls, func, args, kwargs)
+            key.append(name)
+            key.append(type(arg) if name in free else arg)
+    found = _known.get(tuple(key))
+    if found is None:
+        return _general(cls, func, args, kwargs)
+    _decisions.hits += 1
+    direct = found.direct
+    if direct is None:
+        return _run(cls, func, args, kwargs, found)
+    local = func(*values, **kwargs)
+    if direct is True:
+        return args[0]
+    self = make_wrapper(cls, direct.shape, direct.stride, dtype=direct.dtype, device=direct.device)
+    self._local, self._layout = local, direct
+    return self
+
+
+class Known:
+    """A decision, prepared for running. `direct` is the result's layout where the operator just runs on the locals and gives
+    one new tensor, True where it writes to its first argument and gives it back, else None."""
+
+    __slots__ = ("decision", "direct", "edits", "mesh", "signature")
+
+    def __init__(self, decision: Decision, facts: Signature, mesh: Mesh) -> None:
+        self.decision, self.signature, self.mesh = decision, facts, mesh
+        self.direct: Layout | bool | None = None
+        self.edits = tuple((facts.names.index(name), name, value) for name, value in decision.edits.items())
+        if decision.direct:
+            if facts.in_place and facts.returns:
+                self.direct = True
+            elif not facts.written and len(facts.returns) == 1 and len(decision.results) == 1:
+                self.direct = decision.results[0]
+
+
+class _Arguments:
+    """The arguments of one call with locals in the place of tensors, and where each tensor stands."""
+
+    __slots__ = ("key", "layouts", "named", "places", "positional", "tensors")
+
+    def __init__(self, cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.key: list[Any] = [func]
+        self.layouts: list[Layout] = []
+        self.tensors: list[Any] = []
+        self.places: list[tuple[Any, Any]] = []
+        self.positional: list[Any] = list(args)
+        self.named: dict[str, Any] = dict(kwargs)
+        free = signature(func).free
+        mesh = _mesh(cls, func, args, kwargs)
+        for position, arg in enumerate(args):
+            self._add(cls, self.positional, position, arg, position in free, mesh)
+        for name, arg in kwargs.items():
+            self.key.append(name)
+            self._add(cls, self.named, name, arg, name in free, mesh)
+
+    def _add(self, cls: Any, holder: Any, at: Any, arg: Any, free: bool, mesh: Mesh) -> None:
+        if isinstance(arg, Tensor):
+            local, layout = _local_on(cls, arg, mesh)
+            holder[at] = local
+            self.places.append((holder, at))
+            self.tensors.append(arg)
+            self.layouts.append(layout)
+            self.key.append(layout)
+        elif isinstance(arg, list | tuple):
+            inner = holder[at] = list(arg)
+            self.key.append(len(inner))
+            for i, item in enumerate(arg):
+                self._add(cls, inner, i, item, free, mesh)
+        else:
+            self.key.append(type(arg) if free else arg)
+
+
+def _mesh(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mesh:
+    """The mesh an operator runs on: that of its DTensors; if they are on sub-meshes of one mesh, the smallest around them;
+    for an operator that writes, that of what it writes to."""
+    facts = signature(func)
+    found: dict[Mesh, Layout] = {}
+    written: Mesh | None = None
+    for name, value in _named(facts, args, kwargs):
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, cls):
+                found.setdefault(item._layout.mesh, item._layout)
+                written = written or (item._layout.mesh if name in facts.written else None)
+    meshes = list(found)
+    if len(meshes) == 1:
+        return meshes[0]
+    if len({mesh.root for mesh in meshes}) > 1:
+        shown = ", ".join(f"{layout} on {mesh}" for mesh, layout in found.items())
+        raise MeshError(f"{facts.name}: its tensors are on different meshes: {shown}; put them on one mesh first")
+    root = meshes[0].root
+    return written or root[root.sorted_axes(axis for mesh in meshes for axis in mesh.axes)]
+
+
+def _named(facts: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [*zip(facts.names, args, strict=False), *kwargs.items()]
+
+
+def _local_on(cls: Any, tensor: Any, mesh: Mesh) -> tuple[Tensor, Layout]:
+    """A tensor's local value and layout on a mesh; a plain tensor is taken as replicated."""
+    if not isinstance(tensor, cls):
+        layout = make_layout(tensor.shape, mesh, [Replicate()] * mesh.ndim, tensor.dtype, tensor.stride())
+        return door(mesh).replicate(tensor, mesh), layout
+    layout = tensor._layout
+    if layout.mesh is mesh:
+        return tensor._local, layout
+    inside = layout.without(axis for axis in layout.mesh.axes if axis not in mesh.axes)
+    return move(tensor._local, layout, inside), inside.replace(mesh=mesh)
+
+
+def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same as `dispatch` for any arguments: plain tensors, lists, several meshes, first calls."""
+    given = _Arguments(cls, func, args, kwargs)
+    key = tuple(given.key)
+    found = _known.get(key)
+    if found is None:
+        facts = signature(func)
+        found = Known(_decide(func, facts, given), facts, given.layouts[0].mesh)
+        _decisions.put(key, found)
+    else:
+        _decisions.hits += 1
+    return _run(cls, func, args, kwargs, found, given)
+
+
+def _decide(func: Any, facts: Signature, given: _Arguments) -> Decision:
+    row = find(func)
+    if row is None:
+        return Decision(program=fallback.choose(func, facts))
+    if row.program is not None and not row.inputs and row.function is None:
+        return Decision(program=row.program)
+    call = bind(func, facts, given)
+    if facts.written and not facts.in_place and row.function is None:
+        return Decision(program=fallback.choose(func, facts))
+    return decide(row, call)
+
+
+def bind(func: Any, facts: Signature, given: _Arguments) -> Call:
+    """The call with its arguments by name and layouts in the place of tensors, and what it gives on one device."""
+    layouts = iter(given.layouts)
+    by_place = {(id(holder), at): next(layouts) for holder, at in given.places}
+
+    def shown(holder: Any, at: Any) -> Any:
+        value = holder[at]
+        if isinstance(value, list):
+            return tuple(shown(value, i) for i in range(len(value)))
+        return by_place.get((id(holder), at), value)
+
+    arguments = dict(facts.defaults)
+    for position in range(len(given.positional)):
+        arguments[facts.names[position]] = shown(given.positional, position)
+    for name in given.named:
+        arguments[name] = shown(given.named, name)
+    arguments = {name: arguments.get(name) for name in facts.names}
+    order = {place: i for i, place in enumerate(by_place)}
+    slots = tuple(_slot(facts, name, given, order) for name in facts.tensors)
+    written = slots[0] if facts.in_place else None
+    return Call(func, facts.name, arguments, tuple(given.layouts), slots, _on_one_device(func, arguments), written)
+
+
+def _slot(facts: Signature, name: str, given: _Arguments, order: Mapping[tuple[int, Any], int]) -> int | None:
+    position = facts.names.index(name)
+    place = (id(given.named), name) if name in given.named else (id(given.positional), position)
+    return order.get(place)
+
+
+def _on_one_device(func: Any, arguments: dict[str, Any]) -> tuple[Result, ...]:
+    """Shapes, strides and dtypes of the results, from running the operator on tensors without data: also raises what the
+    operator raises on one device, alike on every rank."""
+    outs = func(**{name: _without_data(value) for name, value in arguments.items()})
+    several = outs if isinstance(outs, list | tuple) else (outs,)
+    flat = [t for out in several for t in (out if isinstance(out, list | tuple) else (out,))]
+    return tuple(Result(tuple(t.shape), t.stride(), t.dtype) for t in flat if isinstance(t, Tensor))
+
+
+def _without_data(value: Any) -> Any:
+    if isinstance(value, Layout):
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+    if isinstance(value, tuple):
+        return [_without_data(item) for item in value]
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: _Arguments | None = None) -> Any:
+    """Carry out a decision."""
+    decision = known.decision
+    if decision.program is not None:
+        return decision.program(Tools(cls), func, *args, **kwargs)
+    if decision.copy_back:
+        return fallback.functional(Tools(cls), func, *args, **kwargs)
+    given = given or _Arguments(cls, func, args, kwargs)
+    for index, have, want in decision.moves:
+        holder, at = given.places[index]
+        holder[at] = move(holder[at], have, want, known.signature.name)
+    for position, name, value in known.edits:
+        if position < len(given.positional):
+            given.positional[position] = value
+        else:
+            given.named[name] = value
+    if decision.kernel is not None or any(isinstance(value, PerRank) for _, _, value in known.edits):
+        kernel = decision.kernel or func
+        local = door(known.mesh).each(_call, known.mesh, kernel, given.positional, given.named)
+    else:
+        local = func(*given.positional, **given.named)
+    return _results(cls, local, known, args, kwargs)
+
+
+def _call(kernel: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return kernel(*args, **kwargs)
+
+
+def _results(cls: Any, local: Any, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    facts = known.signature
+    if facts.in_place:
+        return args[0] if facts.returns else None
+    layouts = iter(known.decision.results)
+
+    def wrapped(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            layout = next(layouts)
+            return value if layout is None else wrap(cls, value, layout)
+        return type(value)(wrapped(item) for item in value) if isinstance(value, list | tuple) else value
+
+    if facts.written:
+        given = dict(_named(facts, args, kwargs))
+        outs = [given[name] for name in facts.returns if name is not None]
+        return outs[0] if len(outs) == 1 else tuple(outs) if outs else None
+    return wrapped(local)
+
+
+class Tools:
+    """What a program, which runs on DTensors in place of one operator, may use beside ordinary torch operators."""
+
+    __slots__ = ("cls",)
+
+    def __init__(self, cls: Any) -> None:
+        self.cls = cls
+
+    def is_distributed(self, value: Any) -> bool:
+        """Whether a value is a DTensor."""
+        return isinstance(value, self.cls)
+
+    def layout(self, x: Any) -> Layout:
+        """The layout of a DTensor."""
+        found: Layout = x._layout
+        return found
+
+    def local(self, x: Any) -> Tensor:
+        """The local value of a DTensor."""
+        found: Tensor = x._local
+        return found
+
+    def wrap(self, local: Tensor, layout: Layout) -> Any:
+        """A DTensor around a local value."""
+        return wrap(self.cls, local, layout)
+
+    def move(self, x: Any, layout: Layout, operator: str = "") -> Any:
+        """The same tensor in another layout."""
+        return wrap(self.cls, move(x._local, x._layout, layout, operator), layout)
+
+    def distribute(self, tensor: Tensor, layout: Layout) -> Any:
+        """A plain tensor, equal on every rank, in a layout."""
+        whole = layout.replicated()
+        local = door(layout.mesh).replicate(tensor, layout.mesh)
+        return wrap(self.cls, move(local, whole, layout), layout)
+
+    def replicated(self, x: Any, mesh: Mesh, operator: str = "") -> Any:
+        """A DTensor, or a plain tensor, whole on every rank."""
+        local, layout = _local_on(self.cls, x, mesh)
+        return wrap(self.cls, move(local, layout, layout.replicated(), operator), layout.replicated())
+
+    def plain(self, x: Any, operator: str = "") -> Tensor:
+        """The whole value as an ordinary tensor, on every rank."""
+        layout = x._layout
+        return door(layout.mesh).plain(move(x._local, layout, layout.replicated(), operator))
+
+    def each(self, kernel: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
+        """A function of local tensors on every rank; DTensors among the arguments give their locals."""
+        locals_ = [a._local if isinstance(a, self.cls) else a for a in args]
+        return door(mesh).each(kernel, mesh, *locals_)
+
+    def offset(self, layout: Layout, dim: int) -> Tensor:
+        """The first global index of a dim on each rank, as a local 0-d tensor."""
+        return door(layout.mesh).number(PerRank(lambda place: layout.offset(place)[dim]), layout.mesh)
+
+    def mesh(self, *values: Any) -> Mesh:
+        """The mesh of the first DTensor among some arguments (lists included)."""
+        for value in values:
+            for item in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(item, self.cls):
+                    found: Mesh = item._layout.mesh
+                    return found
+        raise OperatorError("an operator without a DTensor reached Shardwise; this is a fault of Shardwise")

@@ -1,0 +1,403 @@
+"""Layout: what every rank holds of a global tensor. Immutable, interned (equality is identity), one line when printed.
+
+A dim is an ordered product of *factors*, almost always one. A factor is cut by an ordered tuple of mesh axes (major to minor)
+into one contiguous interval per shard. An axis that cuts nothing replicates, or is pending a reduction (Partial).
+
+>>> mesh = Mesh(("dp", "tp"), (2, 4), range(8), "cpu", "simulated")
+>>> make_layout((8, 16), mesh, [Shard(0), Replicate()])
+f32[8@dp, 16]
+>>> make_layout((10, 16), mesh, {"tp": Shard(0, sizes=(1, 2, 3, 4)), "dp": Partial()})
+f32[10@tp{1,2,3,4}, 16 | sum@dp]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+
+from .errors import LayoutError, MeshError
+from .mesh import Mesh
+from .placement import Partial, Placement, Replicate, Shard
+
+Run = tuple[int, int]
+Placements = Sequence[Placement] | Mapping[str, Placement]
+
+_NAMES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+class PerRank:
+    """A value that depends on the place in the root mesh, computed where it is needed.
+
+    >>> PerRank(lambda place: place * 10).at(3)
+    30
+    """
+
+    __slots__ = ("_function", "_known")
+
+    def __init__(self, function: Callable[[int], Any]) -> None:
+        self._function = function
+        self._known: dict[int, Any] = {}
+
+    def at(self, place: int) -> Any:
+        """The value at a place of the root mesh."""
+        if place not in self._known:
+            self._known[place] = self._function(place)
+        return self._known[place]
+
+
+class Factor(NamedTuple):
+    """A factor of a dim: its size, the axes that cut it (major to minor) and the size of each shard in that order."""
+
+    size: int
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def describe(self, mesh: Mesh) -> str:
+        """`8`, `8@dp`, `16@(tp,dp)`, `9@dp{2,3,4}`."""
+        if not self.axes:
+            return str(self.size)
+        names = self.axes[0] if len(self.axes) == 1 else f"({','.join(self.axes)})"
+        default = self.sizes == default_sizes(self.size, [mesh.shape[a] for a in self.axes])
+        return f"{self.size}@{names}" + ("" if default else "{" + ",".join(map(str, self.sizes)) + "}")
+
+
+Dim = tuple[Factor, ...]
+
+
+def whole(size: int) -> Factor:
+    """A factor that nothing cuts."""
+    return Factor(size, (), (size,))
+
+
+def default_sizes(size: int, parts: Iterable[int]) -> tuple[int, ...]:
+    """torch's chunks: ceiling division, axis after axis.
+
+    >>> default_sizes(5, [4]), default_sizes(5, [2, 2])
+    ((2, 2, 1, 0), (2, 1, 1, 1))
+    """
+    sizes = [size]
+    for count in parts:
+        sizes = [piece for whole_size in sizes for piece in _chunks(whole_size, count)]
+    return tuple(sizes)
+
+
+def _chunks(size: int, count: int) -> list[int]:
+    step = -(-size // count)
+    return [max(0, min(step, size - step * i)) for i in range(count)]
+
+
+def cut(size: int, axes: Sequence[str], mesh: Mesh) -> Factor:
+    """A factor cut by `axes` into default chunks."""
+    return Factor(size, tuple(axes), default_sizes(size, [mesh.shape[axis] for axis in axes]))
+
+
+def canonical(factors: Iterable[Factor]) -> Dim:
+    """The one way to write a product of factors: neighbours merge wherever the product is again an interval per shard.
+
+    >>> canonical([Factor(4, ("dp",), (2, 2)), whole(8)])
+    (Factor(size=32, axes=('dp',), sizes=(16, 16)),)
+    """
+    factors = sorted(factors, key=lambda factor: factor.size != 1)  # a factor of size 1 commutes with the others
+    if math.prod(f.size for f in factors) == 0:
+        shards = math.prod(len(f.sizes) for f in factors)
+        return (Factor(0, tuple(a for f in factors for a in f.axes), (0,) * shards),)
+    merged: list[Factor] = []
+    for factor in factors:
+        if merged and _mergeable(merged[-1], factor):
+            major = merged.pop()
+            sizes = tuple(a * b for a in major.sizes for b in factor.sizes)
+            factor = Factor(major.size * factor.size, major.axes + factor.axes, sizes)
+        merged.append(factor)
+    return tuple(merged) or (whole(1),)
+
+
+def _mergeable(major: Factor, minor: Factor) -> bool:
+    return not minor.axes or max(major.sizes) <= 1
+
+
+class Layout:
+    """Mesh, shape, stride, dtype, and for each dim which axes cut it and how. Made by `make_layout` or `Layout.of`."""
+
+    __slots__ = ("__weakref__", "device", "dims", "dtype", "even", "mesh", "partials", "shape", "states", "stride")
+    mesh: Mesh
+    dims: tuple[Dim, ...]
+    partials: tuple[tuple[str, str], ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    #: axis → the dim it cuts (int) or the kind that is pending (str); absent where it replicates
+    states: dict[str, int | str]
+    #: whether every rank holds a local tensor of the same shape
+    even: bool
+
+    @staticmethod
+    def of(
+        mesh: Mesh,
+        dims: Iterable[Iterable[Factor]],
+        partials: Iterable[tuple[str, str]] = (),
+        dtype: torch.dtype = torch.float32,
+        stride: Sequence[int] | None = None,
+    ) -> Layout:
+        """The interned layout of these parts; dims need not be canonical."""
+        dims = tuple(canonical(dim) for dim in dims)
+        shape = torch.Size([math.prod(f.size for f in dim) for dim in dims])
+        strides = contiguous_stride(shape) if stride is None else tuple(stride)
+        pending = tuple(sorted(partials, key=lambda item: mesh.axes.index(item[0])))
+        content = (mesh, dims, pending, dtype, strides)
+        found = _layouts.get(content)
+        if found is None:
+            found = _layouts[content] = _build(content, shape)
+        return found
+
+    def replace(self, **changes: Any) -> Layout:
+        """This layout with some of mesh, dims, partials, dtype, stride changed."""
+        parts = {
+            name: changes.get(name, getattr(self, name)) for name in ("mesh", "dims", "partials", "dtype", "stride")
+        }
+        return Layout.of(**parts)
+
+    def without(self, axes: Iterable[str]) -> Layout:
+        """This layout with `axes` replicated: cuts by them and reductions over them gone."""
+        gone = frozenset(axes)
+        if not gone & self.states.keys():
+            return self
+        dims = [[_uncut(f, gone, self.mesh) for f in dim] for dim in self.dims]
+        return self.replace(dims=dims, partials=[(a, k) for a, k in self.partials if a not in gone])
+
+    def reduced(self) -> Layout:
+        """This layout with nothing pending."""
+        return self.replace(partials=()) if self.partials else self
+
+    def replicated(self) -> Layout:
+        """This layout with every axis replicated."""
+        return self.without(self.states)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The familiar view, one placement per mesh axis; the order of axes on one dim and factors do not show in it."""
+        return tuple(self._placement(axis) for axis in self.mesh.axes)
+
+    def _placement(self, axis: str) -> Placement:
+        state = self.states.get(axis)
+        if state is None:
+            return Replicate()
+        if isinstance(state, str):
+            return Partial(state)
+        factors = self.dims[state]
+        if len(factors) == 1 and factors[0].axes == (axis,) and factors[0] != cut(factors[0].size, (axis,), self.mesh):
+            return Shard(state, factors[0].sizes)
+        return Shard(state)
+
+    def axes_of(self, dim: int) -> tuple[str, ...]:
+        """The axes that cut a dim, major to minor."""
+        return tuple(axis for factor in self.dims[dim] for axis in factor.axes)
+
+    def local_shape(self, place: int) -> tuple[int, ...]:
+        """The shape of what the rank at a place of the root mesh holds."""
+        point = self.mesh.coordinates[place]
+        return tuple(math.prod(f.sizes[self._shard(f, point)] for f in dim) for dim in self.dims)
+
+    def runs(self, dim: int, place: int) -> list[Run]:
+        """The intervals of global indices of a dim that the rank at `place` holds, ascending."""
+        point = self.mesh.coordinates[place]
+        runs, length = [(0, 1)], 1
+        for factor in self.dims[dim]:
+            index = self._shard(factor, point)
+            start, size = sum(factor.sizes[:index]), factor.sizes[index]
+            runs = [
+                (i * factor.size + start, i * factor.size + start + size)
+                for lo, hi in runs
+                for i in range(lo, hi)
+                if size
+            ]
+            length *= factor.size
+        return _joined(runs)
+
+    def offset(self, place: int) -> tuple[int, ...]:
+        """The first global index of each dim that the rank at `place` holds (its size where it holds none)."""
+        firsts = (self.runs(dim, place) for dim in range(self.ndim))
+        return tuple(runs[0][0] if runs else size for runs, size in zip(firsts, self.shape, strict=True))
+
+    def _shard(self, factor: Factor, point: tuple[int, ...]) -> int:
+        index, mesh = 0, self.mesh
+        for axis in factor.axes:
+            index = index * mesh.shape[axis] + point[mesh.axes.index(axis)]
+        return index
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the largest local piece."""
+        local = math.prod(math.prod(max(f.sizes) for f in dim) for dim in self.dims)
+        return local * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        dims = ", ".join(_describe(dim, self.mesh) for dim in self.dims)
+        pending = ", ".join(f"{kind}@{axis}" for axis, kind in self.partials)
+        return f"{_NAMES.get(self.dtype, str(self.dtype))}[{dims}{' | ' if pending else ''}{pending}]"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout.of, (self.mesh, self.dims, self.partials, self.dtype, self.stride)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        return self
+
+
+_layouts: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
+
+
+def _build(content: tuple[Any, ...], shape: torch.Size) -> Layout:
+    self = object.__new__(Layout)
+    self.mesh, self.dims, self.partials, self.dtype, self.stride = content
+    self.shape, self.device = shape, torch.device(self.mesh.device)
+    self.states = {axis: i for i, dim in enumerate(self.dims) for f in dim for axis in f.axes}
+    self.even = all(min(f.sizes) == max(f.sizes) for dim in self.dims for f in dim)
+    for axis, kind in self.partials:
+        if axis in self.states:
+            raise LayoutError(f"axis {axis!r} cannot both cut dim {self.states[axis]} and be pending a {kind}")
+        self.states[axis] = kind
+    kinds = {kind for _, kind in self.partials}
+    if len(kinds) > 1 and not kinds <= {"sum", "avg"}:
+        raise LayoutError(
+            f"{self!r}: a tensor cannot be pending {' and '.join(sorted(kinds))} at once, since their order would matter; "
+            "only sum and avg mix. Redistribute one of the axes to Replicate() first"
+        )
+    return self
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a contiguous tensor.
+
+    >>> contiguous_stride((2, 3, 4))
+    (12, 4, 1)
+    """
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _uncut(factor: Factor, gone: frozenset[str], mesh: Mesh) -> Factor:
+    keep = [axis for axis in factor.axes if axis not in gone]
+    if len(keep) == len(factor.axes):
+        return factor
+    if keep and factor.axes[: len(keep)] == tuple(keep):
+        step = math.prod(mesh.shape[axis] for axis in factor.axes[len(keep) :])
+        sizes = [sum(factor.sizes[i : i + step]) for i in range(0, len(factor.sizes), step)]
+        return Factor(factor.size, tuple(keep), tuple(sizes))
+    return cut(factor.size, keep, mesh) if keep else whole(factor.size)
+
+
+def _joined(runs: list[Run]) -> list[Run]:
+    joined: list[Run] = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _describe(dim: Dim, mesh: Mesh) -> str:
+    text = "*".join(factor.describe(mesh) for factor in dim)
+    return text if len(dim) == 1 else f"({text})"
+
+
+def make_layout(
+    shape: Sequence[int],
+    mesh: Mesh | Any,
+    placements: Placements | Layout,
+    dtype: torch.dtype = torch.float32,
+    stride: Sequence[int] | None = None,
+) -> Layout:
+    """A layout from placements: one per mesh axis, or by axis name (the order of names is then the order of the cuts).
+
+    >>> mesh = Mesh(("dp", "tp"), (2, 2), range(4), "cpu", "simulated")
+    >>> make_layout((8, 4), mesh, {"tp": Shard(0), "dp": Shard(0)})
+    f32[8@(tp,dp), 4]
+    """
+    mesh = Mesh.from_torch(mesh)
+    if isinstance(placements, Layout):
+        return placements.replace(dtype=dtype, stride=None if stride is None else tuple(stride))
+    size = tuple(int(n) for n in shape)
+    cuts: list[list[tuple[str, Shard]]] = [[] for _ in size]
+    partials = []
+    for axis, placement in _by_axis(mesh, placements).items():
+        if isinstance(placement, Shard):
+            cuts[_dim(placement.dim, size, mesh, axis)].append((axis, placement))
+        elif isinstance(placement, Partial):
+            partials.append((axis, placement.kind))
+    dims = [[_factor(n, shards, mesh)] for n, shards in zip(size, cuts, strict=True)]
+    return Layout.of(mesh, dims, partials, dtype, stride)
+
+
+def _by_axis(mesh: Mesh, placements: Placements) -> dict[str, Placement]:
+    if isinstance(placements, Mapping):
+        for axis in placements:
+            if axis not in mesh.shape:
+                raise MeshError(f"mesh {mesh} has no axis {axis!r}; its axes are {', '.join(mesh.axes)}")
+        given = dict(placements)
+    else:
+        if isinstance(placements, Placement):
+            placements = (placements,)
+        if len(placements) != mesh.ndim:
+            raise LayoutError(
+                f"mesh {mesh} has {mesh.ndim} axes and takes {mesh.ndim} placements, got {len(placements)}: "
+                f"{tuple(placements)}; name the axes ({{{mesh.axes[0]!r}: Shard(0)}}) to leave some replicated"
+            )
+        given = dict(zip(mesh.axes, placements, strict=True))
+    for axis, placement in given.items():
+        if not isinstance(placement, Placement):
+            raise LayoutError(f"axis {axis!r} takes Shard, Replicate or Partial, got {placement!r}")
+    return given
+
+
+def _dim(dim: int, shape: tuple[int, ...], mesh: Mesh, axis: str) -> int:
+    if not -len(shape) <= dim < len(shape):
+        raise LayoutError(
+            f"Shard({dim}) on axis {axis!r} of mesh {mesh}: the tensor has {len(shape)} dims {list(shape)}; "
+            f"use a dim from {-len(shape)} to {len(shape) - 1}"
+            if shape
+            else f"Shard({dim}) on axis {axis!r} of mesh {mesh}: a tensor without dims cannot be cut; use Replicate()"
+        )
+    return dim % len(shape)
+
+
+def _factor(size: int, shards: list[tuple[str, Shard]], mesh: Mesh) -> Factor:
+    sizes = (size,)
+    for position, (axis, shard) in enumerate(shards):
+        if shard.sizes is None:
+            sizes = tuple(piece for n in sizes for piece in _chunks(n, mesh.shape[axis]))
+        elif position:
+            raise LayoutError(f"explicit sizes on axis {axis!r}: only the first axis on a dim can have them")
+        elif len(shard.sizes) != mesh.shape[axis] or sum(shard.sizes) != size or min(shard.sizes) < 0:
+            raise LayoutError(
+                f"{shard} on axis {axis!r} needs {mesh.shape[axis]} sizes that add up to {size}, "
+                f"got {len(shard.sizes)} that add up to {sum(shard.sizes)}"
+            )
+        else:
+            sizes = shard.sizes
+    return Factor(size, tuple(axis for axis, _ in shards), sizes)

@@ -1,0 +1,106 @@
+"""Bounded caches on pure functions, each with a name; `cache_info()` shows them all.
+
+>>> @memo("squares", limit=2)
+... def square(n): return n * n
+>>> square(3), square(3), cache_info()["squares"]
+(9, 9, CacheInfo(hits=1, misses=1, size=1, limit=2))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class CacheInfo(NamedTuple):
+    """How often a cache knew the answer, how often not, how many answers it holds and may hold."""
+
+    hits: int
+    misses: int
+    size: int
+    limit: int
+
+
+@dataclass(slots=True)
+class Cache:
+    """A dictionary with a bound: the oldest entry leaves when a new one comes. Readers use `entries.get` directly."""
+
+    name: str
+    limit: int
+    entries: dict[Hashable, Any] = field(default_factory=dict)
+    hits: int = 0
+    misses: int = 0
+
+    def put(self, key: Hashable, value: Any) -> None:
+        """Keep an answer that was not known."""
+        self.misses += 1
+        if len(self.entries) >= self.limit:
+            self.entries.pop(next(iter(self.entries)), None)
+        self.entries[key] = value
+
+    def info(self) -> CacheInfo:
+        """The numbers of this cache."""
+        return CacheInfo(self.hits, self.misses, len(self.entries), self.limit)
+
+
+_caches: dict[str, Cache] = {}
+
+
+def new_cache(name: str, limit: int) -> Cache:
+    """A cache that `cache_info` and `cache_clear` know."""
+    _caches[name] = Cache(name, limit)
+    return _caches[name]
+
+
+def memo(name: str, limit: int) -> Callable[[Function], Function]:
+    """Remember the answers of a pure function of hashable arguments."""
+
+    def wrap(function: Function) -> Function:
+        cache = new_cache(name, limit)
+
+        def remembered(*args: Any) -> Any:
+            found = cache.entries.get(args, cache)
+            if found is cache:
+                found = function(*args)
+                cache.put(args, found)
+            else:
+                cache.hits += 1
+            return found
+
+        remembered.__doc__, remembered.__name__, remembered.__module__ = (
+            function.__doc__,
+            function.__name__,
+            function.__module__,
+        )
+        remembered.__wrapped__ = function  # type: ignore[attr-defined]
+        return remembered  # type: ignore[return-value]
+
+    return wrap
+
+
+class CacheReport(dict[str, CacheInfo]):
+    """The caches by name; `.hits`, `.misses`, `.size` and `.limit` are of all together."""
+
+    hits = property(lambda self: sum(info.hits for info in self.values()))
+    misses = property(lambda self: sum(info.misses for info in self.values()))
+    size = property(lambda self: sum(info.size for info in self.values()))
+    limit = property(lambda self: sum(info.limit for info in self.values()))
+
+
+def cache_info() -> CacheReport:
+    """What every cache holds.
+
+    >>> cache_info().size <= cache_info().limit
+    True
+    """
+    return CacheReport({name: cache.info() for name, cache in _caches.items()})
+
+
+def cache_clear() -> None:
+    """Forget everything that was decided and planned."""
+    for cache in _caches.values():
+        cache.entries.clear()
+        cache.hits = cache.misses = 0

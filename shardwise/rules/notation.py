@@ -1,0 +1,167 @@
+"""What a rule is: a sentence about one mesh axis, and the words beside it. Text → frozen data; no layouts are chosen here.
+
+A sentence names the dims of each tensor argument, in the order of the operator's schema, and of each result:
+
+    "m k, k n -> m n"            cut m, or n, or k (which the result lacks: it is then pending a sum)
+    "..., ... -> ..."            any dims, broadcast from the right
+    "...[dim] -> ..."            the dims that argument `dim` names are lost (kept with size 1 if the result has as many dims)
+    "...[dim] -> ...[dim]"       … or kept
+
+An argument that is absent, None or a number is skipped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import OperatorError
+from ..layout import Dim, Layout
+
+Kernel = Callable[..., Any]
+#: Turns a call and the layouts chosen for its tensors into the function to run on each rank, or None for the operator itself.
+KernelMaker = Callable[["Call", Sequence[Layout]], Kernel | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """One tensor of a sentence: the letters before and after the ellipsis, and the argument that names special dims."""
+
+    before: tuple[str, ...]
+    ellipsis: bool
+    named: str | None
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Everything about one operator.
+
+    sentence     inputs and outputs as patterns, or None where `function` says it
+    lost         what cutting a lost dim leaves pending; None: a lost dim cannot be cut
+    linear       sets of tensor arguments in which the operator is jointly linear: all of a set may be pending a sum
+    passes       kinds of Partial that go through the first argument: "all", "up" (max and min), "down" (swapped) or None
+    whole        letters that cannot be cut ("[]" stands for the named dims)
+    kernel       makes the local function where the operator itself will not do
+    program      runs on DTensors, instead of the sentence, when a letter of `whole` is cut; always where there is no sentence
+    function     proposes layouts where a sentence cannot say it
+    static/free  arguments that enter the key by value / by type only, against the default (see `keyed_by_value`)
+    """
+
+    inputs: tuple[Pattern, ...] = ()
+    outputs: tuple[Pattern, ...] = ()
+    lost: str | None = "sum"
+    linear: tuple[tuple[int, ...], ...] = ()
+    passes: str | None = None
+    whole: frozenset[str] = frozenset()
+    kernel: KernelMaker | None = None
+    program: Kernel | None = None
+    function: Callable[[Call], Proposal] | None = None
+    static: frozenset[str] = frozenset()
+    free: frozenset[str] = frozenset()
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Shape, stride and dtype of one result, as the operator gives them on one device."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator with its arguments by name: layouts stand for tensors, None or numbers as they are."""
+
+    op: Any
+    name: str
+    arguments: dict[str, Any]
+    tensors: tuple[Layout, ...]
+    #: for each tensor argument of the schema: the index in `tensors`, or None where it is not a tensor
+    slots: tuple[int | None, ...]
+    results: tuple[Result, ...]
+    #: the argument that the operator writes to and returns, as an index in `tensors`
+    written: int | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def dims(self, name: str, ndim: int | None = None) -> tuple[int, ...]:
+        """The dims an argument names, counted from the front; all where it is None or empty."""
+        ndim = self.tensors[0].ndim if ndim is None else ndim
+        given = self.arguments.get(name)
+        if given is None or given == () or given == []:
+            return tuple(range(ndim))
+        several = given if isinstance(given, list | tuple) else (given,)
+        return tuple(int(d) % max(ndim, 1) for d in several)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a rule function proposes: the layout wanted of each tensor, of each result, and changed arguments.
+
+    `results` holds None for a result that is no tensor. `kernel` runs on each rank in place of the operator. `alias` is False
+    where results that are views on one device could not be views here.
+    """
+
+    wants: tuple[Layout, ...]
+    results: tuple[Layout | None, ...]
+    edits: dict[str, Any] = field(default_factory=dict)
+    kernel: Kernel | None = None
+
+
+_TOKEN = re.compile(r"\s*(\.\.\.|\[\w+\]|\w)")
+
+
+def parse(text: str) -> tuple[tuple[Pattern, ...], tuple[Pattern, ...]]:
+    """A sentence as patterns.
+
+    >>> parse("m k, k n -> m n")[1]
+    (Pattern(before=('m', 'n'), ellipsis=False, named=None, after=()),)
+    """
+    sides = text.split("->")
+    if len(sides) != 2:
+        raise OperatorError(f"a rule reads 'inputs -> outputs', got {text!r}")
+    left, right = ([_pattern(part, text) for part in side.split(",")] for side in sides)
+    return tuple(left), tuple(right)
+
+
+def _pattern(part: str, text: str) -> Pattern:
+    tokens, position = [], 0
+    part = part.strip()
+    while position < len(part):
+        match = _TOKEN.match(part, position)
+        if match is None:
+            raise OperatorError(f"rule {text!r}: cannot read {part[position:]!r}; use letters, ... and [argument]")
+        tokens.append(match[1])
+        position = match.end()
+    if "..." not in tokens:
+        return Pattern(tuple(tokens), False, None, ())
+    at = tokens.index("...")
+    rest = tokens[at + 1 :]
+    named = rest.pop(0)[1:-1] if rest and rest[0].startswith("[") else None
+    return Pattern(tuple(tokens[:at]), True, named, tuple(rest))
+
+
+def labels(pattern: Pattern, call: Call, layout_ndim: int) -> tuple[str, ...]:
+    """The label of each dim of a tensor: a letter, `.k` (k-th ellipsis dim from the right) or `[]k` (a named dim).
+
+    >>> labels(parse("... m k -> m")[0][0], None, 4)
+    ('.1', '.0', 'm', 'k')
+    """
+    if not pattern.ellipsis:
+        return pattern.before
+    count = layout_ndim - len(pattern.before) - len(pattern.after)
+    middle = [f".{count - 1 - i}" for i in range(count)]
+    if pattern.named is not None:
+        for dim in call.dims(pattern.named, layout_ndim):
+            if dim < count:
+                middle[dim] = f"[]{dim}"
+    return (*pattern.before, *middle, *pattern.after)
+
+
+Cut = dict[str, Dim]

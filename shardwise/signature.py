@@ -1,0 +1,70 @@
+"""What an operator's schema says that dispatch needs: where its tensors are, what it writes to, which arguments are values.
+
+One frozen record per operator overload, made on first use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from .rules.table import find
+
+#: Schema types whose value never decides a layout: their arguments enter a key by type only, unless a rule says `static`.
+_VALUES = ("number", "float", "Scalar", "complex")
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Facts of one operator overload.
+
+    names      all arguments, in order
+    tensors    those that are tensors or lists of tensors
+    free       positions and names of arguments that are no part of a key (their type is)
+    written    names of the arguments the operator writes to
+    returns    for each result, the name of the written argument it is, or None
+    """
+
+    name: str
+    names: tuple[str, ...]
+    tensors: tuple[str, ...]
+    defaults: dict[str, Any]
+    free: frozenset[int | str]
+    written: tuple[str, ...]
+    returns: tuple[str | None, ...]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the operator writes to its first argument, and to nothing else, and gives it back."""
+        return self.written == self.names[:1] and self.returns in ((self.names[0],), ())
+
+
+@cache
+def signature(op: Any) -> Signature:
+    """The facts of an operator overload."""
+    schema = op._schema
+    row = find(op)
+    static, freed = (row.static, row.free) if row is not None else (frozenset(), frozenset())
+    free: set[int | str] = set()
+    for position, argument in enumerate(schema.arguments):
+        kind = str(argument.type)
+        by_type = "Tensor" in kind or (row is not None and "float[" not in kind and any(word in kind for word in _VALUES))
+        if (by_type and argument.name not in static) or argument.name in freed:
+            free |= {position, argument.name}
+    owner = {
+        label: argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for label in argument.alias_info.before_set
+    }
+    labels = [result.alias_info.before_set if result.alias_info is not None else () for result in schema.returns]
+    return Signature(
+        name=f"{schema.name.replace('::', '.')}",
+        names=tuple(argument.name for argument in schema.arguments),
+        tensors=tuple(a.name for a in schema.arguments if "Tensor" in str(a.type)),
+        defaults={a.name: a.default_value for a in schema.arguments if a.has_default_value()},
+        free=frozenset(free),
+        written=tuple(dict.fromkeys(owner.values())),
+        returns=tuple(next((owner[x] for x in names if x in owner), None) for names in labels),
+    )

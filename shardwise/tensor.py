@@ -1,0 +1,422 @@
+"""DTensor: one global tensor whose pieces live on many ranks, and the ways in and out of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._torch import no_torch_function
+from .comm import door
+from .dispatch import dispatch, wrap
+from .errors import LayoutError, OperatorError
+from .layout import Factor, Layout, Placements, make_layout
+from .memo import memo
+from .mesh import Mesh
+from .placement import Placement, Replicate, Shard
+from .redistribute import move
+
+
+class DTensor(torch.Tensor):
+    """A tensor that is spread over the ranks of a mesh, and means what the whole tensor means on one device.
+
+    Made by `distribute_tensor`, `DTensor.from_local` or a factory such as `shardwise.zeros`, never by calling the class.
+
+    >>> import shardwise as sw
+    >>> x = sw.ones(8, 16, mesh=sw.init_mesh(dp=2, tp=4), placements={"dp": Shard(0)})
+    >>> x, x.sum().item()
+    (DTensor(f32[8@dp, 16], mesh=(dp=2, tp=4)), 128.0)
+    """
+
+    __slots__ = ("_aligned", "_layout", "_local")
+    _local: Tensor
+    _layout: Layout
+    __torch_function__ = no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(DTensor, func, args, kwargs or {})
+
+    # ── in and out ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @staticmethod
+    def from_local(
+        local: Tensor,
+        mesh: Mesh | Any,
+        placements: Placements | Layout,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        run_check: bool = True,
+    ) -> DTensor:
+        """The global tensor of which each rank gives its piece.
+
+        Without `shape` the ranks tell each other the shapes of their pieces, which may differ. `run_check=False` saves that
+        communication: pieces are then taken as equal, or as the chunks of `shape`.
+
+        >>> import shardwise as sw
+        >>> mesh = sw.init_mesh(tp=2)
+        >>> DTensor.from_local(sw.Bundle([torch.ones(2, 3), torch.ones(2, 4)]), mesh, [Shard(1)])
+        DTensor(f32[2, 7@tp{3,4}], mesh=(tp=2))
+        """
+        if isinstance(placements, Sequence):
+            placements = tuple(placements)
+        if run_check or isinstance(placements, dict):
+            layout = _checked_layout(local, Mesh.from_torch(mesh), placements, shape, stride)
+        else:
+            size = None if shape is None else tuple(shape)
+            steps = None if stride is None else tuple(stride)
+            layout = _assumed_layout(local.shape, local.dtype, mesh, placements, size, steps)
+        if local.requires_grad and torch.is_grad_enabled():
+            found: DTensor = _FromLocal.apply(local, layout)
+            return found
+        return wrap(DTensor, local, layout)
+
+    def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
+        """What this rank holds (in a simulated world: the bundle of what each rank holds)."""
+        if self.requires_grad and torch.is_grad_enabled():
+            layout = self._layout.reduced()
+            if grad_placements is not None:
+                layout = make_layout(self.shape, self.mesh, grad_placements, self.dtype)
+            found: Tensor = _ToLocal.apply(self, layout)
+            return found
+        return self._local
+
+    def redistribute(
+        self, mesh: Mesh | Any = None, placements: Placements | Layout | None = None, *, async_op: bool = False
+    ) -> DTensor:
+        """The same tensor in another layout; no placements means all replicated.
+
+        >>> import shardwise as sw
+        >>> mesh = sw.init_mesh(tp=2)
+        >>> sw.ones(4, 4, mesh=mesh, placements=[Shard(0)]).redistribute(placements=[Shard(1)])
+        DTensor(f32[4, 4@tp], mesh=(tp=2))
+        """
+        target = _target(self._layout, mesh, placements)
+        if target is self._layout:
+            return self
+        if self.requires_grad and torch.is_grad_enabled():
+            found: DTensor = _Redistribute.apply(self, target)
+            return found
+        return wrap(DTensor, move(self._local, self._layout, target), target)
+
+    def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
+        """The whole tensor as an ordinary one, on every rank."""
+        whole = self.redistribute(placements=self._layout.replicated())
+        if whole.requires_grad and torch.is_grad_enabled():
+            found: Tensor = _ToPlain.apply(whole, grad_placements)
+            return found
+        return door(self.mesh).plain(whole._local)
+
+    # ── what it is ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def layout(self) -> Any:
+        """What each rank holds."""
+        return self._layout
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        return self._layout.placements
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh the tensor lives on."""
+        return self._layout.mesh
+
+    @property
+    def device_mesh(self) -> Mesh:
+        """The mesh the tensor lives on, by the name that `torch.distributed.tensor` uses."""
+        return self._layout.mesh
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        name = "Parameter" if getattr(self, "_is_param", False) else "DTensor"
+        return f"{name}({self._layout}, mesh={self.mesh})"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.detach().full_tensor()}"
+
+    def tolist(self) -> Any:
+        """The global value as Python numbers, on every rank."""
+        return self.detach().full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The global value as an array, on every rank."""
+        return self.full_tensor().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.full_tensor().__array__(dtype)
+
+    # ── gradients take the layout of their tensor ─────────────────────────────────────────────────────────────────────
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients are wanted. The gradient of a leaf arrives in the leaf's layout, reduced once."""
+        return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        self.requires_grad_(wanted)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        """Ask for gradients, in place."""
+        super().requires_grad_(requires_grad)
+        if requires_grad and self.is_leaf:
+            self._align()
+        return self
+
+    def retain_grad(self) -> None:
+        """Keep the gradient of a tensor that is no leaf, in the tensor's layout."""
+        self._align()
+        super().retain_grad()
+
+    def _align(self) -> None:
+        if not hasattr(self, "_aligned"):
+            self._aligned = self.register_hook(functools.partial(_align_grad, layout=self._layout.reduced()))
+
+    @property
+    def data(self) -> DTensor:
+        """The tensor without its history."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, DTensor) or value.shape != self.shape or value.dtype != self.dtype:
+            shown = repr(value._layout) if isinstance(value, DTensor) else f"a plain tensor {list(value.shape)}"
+            raise OperatorError(f".data of {self._layout} takes a DTensor of its shape and dtype, got {shown}")
+        self._local, self._layout = value._local, value._layout
+
+    # ── writing, copying, pickling ────────────────────────────────────────────────────────────────────────────────────
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # An integer would select from a dim: a slice of one keeps the dim, and with it a view to write through.
+        several = index if isinstance(index, tuple) else (index,)
+        if not any(type(i) is int for i in several) or not all(i is Ellipsis or type(i) in (int, slice) for i in several):
+            super().__setitem__(index, value)
+            return
+        kept = tuple(slice(i, i + 1 or None) if type(i) is int else i for i in several)
+        if isinstance(value, Tensor) and value.ndim:
+            value = _with_dims(value, several, self.ndim)
+        super().__setitem__(kept, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) in memo:
+            found: DTensor = memo[id(self)]
+            return found
+        if not self.is_leaf:
+            raise OperatorError("only a leaf DTensor can be deep-copied; call .detach() first")
+        with torch.no_grad():
+            copied = wrap(DTensor, self._local.clone(), self._layout)
+        copied = _like(copied, self.requires_grad, getattr(self, "_is_param", False))
+        if self.grad is not None:
+            copied.grad = self.grad.__deepcopy__(memo)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (self._local.detach(), self._layout, self.requires_grad, getattr(self, "_is_param", False))
+
+    def __tensor_flatten__(self) -> tuple[list[str], Layout]:
+        return ["_local"], self._layout
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, size: Any, stride: Any) -> DTensor:
+        return wrap(DTensor, inner["_local"], layout)
+
+
+def _with_dims(value: Tensor, index: tuple[Any, ...], ndim: int) -> Tensor:
+    """`value` with a dim of size 1 for each integer of the index, so that it fits where integers became slices."""
+    missing = ndim - sum(i is not Ellipsis for i in index)
+    full = [i for j in index for i in ([slice(None)] * missing if j is Ellipsis else [j])]
+    full += [slice(None)] * (ndim - len(full))
+    for dim in range(ndim - 1, -1, -1):
+        behind = sum(type(i) is not int for i in full[dim + 1 :])
+        if type(full[dim]) is int and value.ndim >= behind:
+            inserted = sum(type(i) is int for i in full[dim + 1 :])
+            value = value.unsqueeze(value.ndim - behind - inserted)
+    return value
+
+
+def _like(x: Any, requires_grad: bool, parameter: bool) -> Any:
+    return torch.nn.Parameter(x, requires_grad) if parameter else x.requires_grad_(requires_grad)
+
+
+def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, parameter: bool) -> DTensor:
+    found: DTensor = _like(wrap(DTensor, local, layout), requires_grad, parameter)
+    return found
+
+
+torch.serialization.add_safe_globals([_rebuild, Layout.of, Mesh, Factor])
+
+
+def _align_grad(grad: Any, layout: Layout) -> Any:
+    if not isinstance(grad, DTensor):
+        return distribute_tensor(grad, layout.mesh, layout, src_data_rank=None)
+    target = layout.replace(stride=grad._layout.stride, dtype=grad._layout.dtype)
+    if grad._layout.mesh is not layout.mesh:
+        outside = [axis for axis in grad._layout.mesh.axes if axis not in layout.mesh.axes]
+        inside = grad.redistribute(placements=grad._layout.without(outside))
+        grad = wrap(DTensor, inside._local, inside._layout.replace(mesh=layout.mesh))
+    return grad.redistribute(placements=target)
+
+
+# ── autograd through the ways in and out ──────────────────────────────────────────────────────────────────────────────
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, target: Layout) -> DTensor:
+        ctx.layout = x._layout.reduced()
+        return wrap(DTensor, move(x._local, x._layout, target), target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        return _align_grad(grad, ctx.layout), None
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: Layout) -> DTensor:
+        ctx.layout = layout
+        return wrap(DTensor, local.detach(), layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        kinds = {kind for _, kind in ctx.layout.partials}
+        if not kinds <= {"sum", "avg"}:
+            raise OperatorError(f"from_local of {ctx.layout}: pieces pending a {kinds.pop()} have no gradient")
+        grad = _align_grad(grad, ctx.layout.reduced())
+        for axis, kind in ctx.layout.partials:
+            if kind == "avg":
+                grad = grad / ctx.layout.mesh.shape[axis]
+        return grad.to_local(), None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return x._local.view_as(x._local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return DTensor.from_local(grad, ctx.layout.mesh, ctx.layout, run_check=False), None
+
+
+class _ToPlain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, grad_placements: Any) -> Tensor:
+        ctx.layout = x._layout
+        if grad_placements is not None:
+            ctx.layout = make_layout(x.shape, x.mesh, grad_placements, x.dtype)
+        return door(x.mesh).plain(x._local).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        local = door(ctx.layout.mesh).replicate(grad, ctx.layout.mesh)
+        return DTensor.from_local(local, ctx.layout.mesh, ctx.layout, run_check=False), None
+
+
+# ── layouts for the ways in ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _target(have: Layout, mesh: Mesh | Any, placements: Placements | Layout | None) -> Layout:
+    on = have.mesh if mesh is None else Mesh.from_torch(mesh)
+    if on is not have.mesh:
+        raise LayoutError(f"redistribute from mesh {have.mesh} to mesh {on} is not possible; both must be one mesh")
+    if isinstance(placements, Layout):
+        return placements if placements.stride == have.stride else placements.replace(stride=have.stride)
+    if placements is None:
+        return have.replicated()
+    if isinstance(placements, dict):
+        return make_layout(have.shape, on, placements, have.dtype, have.stride)
+    return _placed(have, tuple(placements))
+
+
+@memo("targets", limit=4096)
+def _placed(have: Layout, placements: tuple[Placement, ...]) -> Layout:
+    return make_layout(have.shape, have.mesh, placements, have.dtype, have.stride)
+
+
+@memo("from_local", limit=4096)
+def _assumed_layout(
+    local: Any, dtype: torch.dtype, mesh: Any, placements: Any, shape: Any, stride: Any
+) -> Layout:
+    """The layout of equal pieces, or of the chunks of `shape`."""
+    if isinstance(placements, Layout):
+        return placements
+    mesh = Mesh.from_torch(mesh)
+    if shape is None:
+        size = list(local)
+        for axis, placement in zip(mesh.axes, placements, strict=False):
+            if isinstance(placement, Shard) and -len(size) <= placement.dim < len(size):
+                size[placement.dim] = sum(placement.sizes) if placement.sizes else size[placement.dim] * mesh.shape[axis]
+        shape = tuple(size)
+    return make_layout(shape, mesh, placements, dtype, stride)
+
+
+def _checked_layout(local: Tensor, mesh: Mesh, placements: Any, shape: Any, stride: Any) -> Layout:
+    """The layout that fits the pieces of all ranks, from their shapes."""
+    shapes = door(mesh, "from_local").shapes(local, mesh)
+    if isinstance(placements, Layout):
+        layout = placements
+    else:
+        probe = make_layout(shapes[0], mesh, _unsized(mesh, placements), local.dtype)
+        sizes = [_summed(probe, dim, shapes) for dim in range(probe.ndim)]
+        dims = [[Factor(sum(n), probe.axes_of(dim), tuple(n))] for dim, n in enumerate(sizes)]
+        layout = Layout.of(mesh, dims, probe.partials, local.dtype, stride)
+    if shape is not None and tuple(shape) != tuple(layout.shape):
+        raise LayoutError(f"from_local: the pieces make up {layout}, but shape={list(shape)} was given")
+    for place, have in enumerate(shapes):
+        want = layout.local_shape(place)
+        if tuple(have) != want:
+            raise LayoutError(f"from_local: rank {mesh.ranks[place]} gave {list(have)}, {layout} has {list(want)} there")
+    return layout
+
+
+def _unsized(mesh: Mesh, placements: Any) -> Any:
+    if isinstance(placements, dict):
+        return {a: Shard(p.dim) if isinstance(p, Shard) else p for a, p in placements.items()}
+    return [Shard(p.dim) if isinstance(p, Shard) else p for p in placements]
+
+
+def _summed(probe: Layout, dim: int, shapes: Sequence[Sequence[int]]) -> list[int]:
+    """The size of each shard of a dim, major to minor, from the local shapes."""
+    mesh, axes = probe.mesh, probe.axes_of(dim)
+    root = next(iter(range(len(shapes))))
+    return [shapes[place][dim] for place in mesh.peers(root, axes)]
+
+
+def distribute_tensor(
+    tensor: Tensor, mesh: Mesh | Any, placements: Placements | Layout | None = None, *, src_data_rank: int | None = 0
+) -> DTensor:
+    """A plain tensor, spread over a mesh: by placements, one per axis, or by axis name (axes not named replicate).
+
+    The first rank's values count, so ranks that differ come to agree; `src_data_rank=None` trusts that they are equal.
+
+    >>> import shardwise as sw
+    >>> distribute_tensor(torch.arange(6.0), sw.init_mesh(tp=2), {"tp": Shard(0)})
+    DTensor(f32[6@tp], mesh=(tp=2))
+    """
+    on = Mesh.from_torch(mesh)
+    if isinstance(tensor, DTensor):
+        if tensor.mesh is not on:
+            raise LayoutError(f"distribute_tensor: the tensor is a DTensor on mesh {tensor.mesh} already, not on {on}")
+        return tensor.redistribute(placements=placements)
+    wanted = [Replicate()] * on.ndim if placements is None else placements
+    layout = make_layout(tensor.shape, on, wanted, tensor.dtype)
+    world = door(on, "distribute_tensor")
+    local = world.each(_own, on, world.replicate(tensor.detach(), on))
+    if src_data_rank is not None:
+        local = world.broadcast(local, on)
+    found: DTensor = wrap(DTensor, move(local, layout.replicated(), layout), layout)
+    return found.requires_grad_(tensor.requires_grad)
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+

@@ -1,0 +1,292 @@
+"""Every verb of the door on Gloo ranks gives what the simulated door gives on the same data."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardwise.comm import Bundle, PerRank, Processes, Simulated, communication, door, init_mesh, trace_comm
+from shardwise.errors import MeshError, WorldError
+from shardwise.mesh import Mesh
+
+INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+COMPLEX = [torch.complex64, torch.complex128]
+DTYPES = [torch.bool, *INTS, *FLOATS, *COMPLEX]
+NUMBERS = ("sum", "product", "max", "min")
+KINDS = {
+    **dict.fromkeys([torch.bool, *INTS], (*NUMBERS, "band", "bor", "bxor")),
+    **dict.fromkeys(FLOATS, NUMBERS),
+    **dict.fromkeys(COMPLEX, ("sum", "product")),
+}
+
+# axes and sizes, ranks, and the axes of the collectives
+CASES = [
+    ({"tp": 2}, (0, 1), ("tp",)),
+    ({"dp": 2, "one": 1}, (1, 0), ("dp", "one")),
+    ({"dp": 2, "tp": 2}, (0, 1, 2, 3), ("tp",)),
+    ({"dp": 2, "tp": 2}, (0, 1, 2, 3), ("dp",)),
+    ({"dp": 2, "tp": 2}, (0, 1, 2, 3), ("dp", "tp")),
+    ({"dp": 2, "tp": 2}, (2, 0, 3, 1), ("dp",)),
+    ({"dp": 2, "tp": 2}, (2, 0, 3, 1), ("dp", "tp")),
+    ({"dp": 4, "one": 1}, (0, 1, 2, 3), ("one",)),
+]
+
+
+def mesh_of(sizes, ranks, world):
+    return Mesh(sizes, sizes.values(), ranks, "cpu", world)
+
+
+def data(place, dtype, shape=(8, 3)):
+    """Small whole numbers, so that every order of summing gives the same."""
+    make = torch.Generator().manual_seed(place)
+    x = torch.randint(-3, 4, shape, generator=make)
+    if dtype is torch.bool or dtype is torch.uint8:
+        return x.abs().to(dtype)
+    return x.to(dtype) * (1 + 2j) if dtype.is_complex else x.to(dtype)
+
+
+def bundle_of(mesh, function):
+    return Bundle(function(place) for place in range(len(mesh.ranks)))
+
+
+def here(mesh):
+    return mesh.place(dist.get_rank())
+
+
+def every_verb(world, mesh, axes, local):
+    """Each verb's result by name; `local(function of a place)` makes a local value."""
+    found = {}
+    for dtype in DTYPES:
+        x = local(lambda place, dtype=dtype: data(place, dtype))
+        for kind in KINDS[dtype]:
+            found["all_reduce", kind, dtype] = world.all_reduce(x, kind, mesh, axes)
+            found["reduce_scatter", kind, dtype] = world.reduce_scatter(x, kind, mesh, axes)
+        found["all_gather", dtype] = world.all_gather(x, mesh, axes)
+        found["broadcast", dtype] = world.broadcast(x, mesh)
+        flat = local(lambda place, dtype=dtype: data(place, dtype, (sum(send(mesh, axes).at(place)),)))
+        found["all_to_all", dtype] = world.all_to_all(flat, send(mesh, axes), receive(mesh, axes), mesh, axes)
+    found |= odd_inputs(world, mesh, axes, local)
+    return found | what_does_not_communicate(world, mesh, local)
+
+
+def send(mesh, axes):
+    """The first place sends nothing at all, and the others unequal counts, zeros among them."""
+    size = len(mesh.peers(0, axes))
+    return PerRank(lambda place: tuple(place * (place + i) % 4 for i in range(size)))
+
+
+def receive(mesh, axes):
+    def counts(place):
+        index = mesh.peers(place, axes).index(place)
+        return tuple(send(mesh, axes).at(peer)[index] for peer in mesh.peers(place, axes))
+
+    return PerRank(counts)
+
+
+def odd_inputs(world, mesh, axes, local):
+    size = len(mesh.peers(0, axes))
+    turned = local(lambda place: data(place, torch.float32, (3, 8)).t())
+    conjugate = local(lambda place: data(place, torch.complex64).conj())
+    negative = local(lambda place: data(place, torch.complex64).conj().imag)
+    nan = local(lambda place: torch.tensor([float("nan"), 1.0, -0.5, 0.0, float("-inf"), 2.0]).roll(place))
+    empty = local(lambda place: torch.empty(0, 3))
+    scalar = local(lambda place: torch.tensor(place + 1.0))
+    bits = local(lambda place: torch.tensor(1 << place))
+    nothing = local(lambda place: torch.empty(0))
+    return {
+        "turned": world.all_gather(turned, mesh, axes),
+        "turned, reduced": world.reduce_scatter(turned, "sum", mesh, axes),
+        "conjugate": world.all_gather(conjugate, mesh, axes),
+        "conjugate, reduced": world.all_reduce(conjugate, "sum", mesh, axes),
+        "negative": world.all_gather(negative, mesh, axes),
+        "negative, reduced": world.all_reduce(negative, "sum", mesh, axes),
+        "nan, max": world.all_reduce(nan, "max", mesh, axes),
+        "nan, min": world.all_reduce(nan.half(), "min", mesh, axes),
+        "empty, gathered": world.all_gather(empty, mesh, axes),
+        "empty, reduced": world.all_reduce(empty, "sum", mesh, axes),
+        "empty, scattered": world.reduce_scatter(empty, "sum", mesh, axes),
+        "empty, broadcast": world.broadcast(empty, mesh),
+        "nothing to anyone": world.all_to_all(nothing, (0,) * size, (0,) * size, mesh, axes),
+        "scalar": world.all_reduce(scalar, "sum", mesh, axes),
+        "bits": world.all_reduce(bits, "bor", mesh, axes),
+        "scalar, broadcast": world.broadcast(scalar, mesh),
+    }
+
+
+def what_does_not_communicate(world, mesh, local):
+    x = local(lambda place: data(place, torch.float32))
+    tens = PerRank(lambda place: place * 10)
+    first, second = world.each(lambda a, many: (a + many[0], many[1][0]), mesh, x, [tens, (x,)])
+    return {
+        "number": world.number(tens, mesh),
+        "each, first": first,
+        "each, second": second,
+        "replicate": world.replicate(torch.arange(3), mesh),
+    }
+
+
+def run_every_verb(sizes, ranks, axes):
+    mesh = mesh_of(sizes, ranks, "processes")
+    place = here(mesh)
+    found = every_verb(door(mesh), mesh, axes, lambda function: function(place))
+    assert all(x.is_contiguous() for name, x in found.items() if "each" not in name)
+    return place, found
+
+
+@pytest.mark.parametrize(("sizes", "ranks", "axes"), CASES)
+def test_processes_and_simulation_agree(pool, sizes, ranks, axes):
+    mesh = mesh_of(sizes, ranks, "simulated")
+    expected = every_verb(Simulated(), mesh, axes, lambda function: bundle_of(mesh, function))
+    for place, found in pool(len(ranks)).run(run_every_verb, sizes, ranks, axes):
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            theirs = expected[name].pieces[place]
+            torch.testing.assert_close(
+                value, theirs, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def run_float_sum():
+    mesh = init_mesh(dp=2, tp=2)
+    torch.manual_seed(dist.get_rank())
+    return door(mesh).all_reduce(torch.randn(1001), "sum", mesh, mesh.axes)
+
+
+def test_replicas_are_bitwise_equal(pool):
+    results = pool(4).run(run_float_sum)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def run_shapes(ndim):
+    mesh = init_mesh(dp=2, tp=2)
+    rank = dist.get_rank()
+    same = door(mesh).shapes(torch.ones(rank, 2), mesh)
+    return same, door(mesh).shapes(torch.ones((1,) * (rank if ndim else 0)), mesh)
+
+
+def test_shapes(pool):
+    assert pool(4).run(run_shapes, 0) == [(((0, 2), (1, 2), (2, 2), (3, 2)), ((),) * 4)] * 4
+    with pytest.raises(WorldError, match="different numbers of dims") as caught:
+        pool(4).run(run_shapes, 1)
+    assert "on rank" in caught.value.__notes__[0]
+
+
+def run_part_of_the_job():
+    """A mesh of some ranks: they go on, the others are told."""
+    mesh = init_mesh(dp=2, ranks=[1, 3])
+    world = door(mesh)
+    verbs = [
+        lambda: world.all_reduce(torch.ones(2), "sum", mesh, ("dp",)),
+        lambda: world.all_gather(torch.ones(2), mesh, ("dp",)),
+        lambda: world.reduce_scatter(torch.ones(2), "sum", mesh, ("dp",)),
+        lambda: world.all_to_all(torch.ones(2), (1, 1), (1, 1), mesh, ("dp",)),
+        lambda: world.broadcast(torch.ones(2), mesh),
+        lambda: world.each(torch.neg, mesh, torch.ones(2)),
+        lambda: world.number(PerRank(lambda place: place + 5), mesh),
+        lambda: world.shapes(torch.ones(2), mesh),
+    ]
+    return [attempt(verb) for verb in verbs]
+
+
+def attempt(verb):
+    try:
+        result = verb()
+        return result.tolist() if isinstance(result, torch.Tensor) else result
+    except MeshError as error:
+        return str(error)
+
+
+def test_a_mesh_of_some_ranks(pool):
+    told = pool(4).run(run_part_of_the_job)
+    text = (
+        "rank {} is none of the 2 ranks of mesh (dp=2), and only they may use it; "
+        "guard the code with `if mesh.coordinate(rank) is not None`"
+    )
+    assert told[0] == [text.format(0)] * 8
+    assert told[2] == [text.format(2)] * 8
+    assert told[1] == [[2, 2], [1, 1, 1, 1], [2], [1, 1], [1, 1], [-1, -1], 5, ((2,), (2,))]
+    assert told[3][6] == 6
+
+
+def run_too_large():
+    init_mesh(dp=2, tp=4)
+
+
+def run_unknown_rank():
+    init_mesh(dp=2, ranks=[0, 7])
+
+
+def test_a_mesh_the_world_has_no_ranks_for(pool):
+    with pytest.raises(MeshError, match=r"mesh \(dp=2, tp=4\) has 8 ranks, the world has 2; use smaller axes or start"):
+        pool(2).run(run_too_large)
+    with pytest.raises(MeshError, match=r"mesh \(dp=2\) asks for ranks \[7\], the world has ranks 0 to 1"):
+        pool(2).run(run_unknown_rank)
+
+
+def run_again(folder):
+    """The same mesh and the same door in one job, in none, and in the next job, whose ranks are turned around."""
+    mesh = init_mesh(dp=2, tp=2)
+    world, rank = Processes(), dist.get_rank()
+    before = [world.all_gather(torch.tensor([rank]), mesh, axes).tolist() for axes in (("tp",), mesh.axes)]
+    dist.destroy_process_group()
+    try:
+        world.all_gather(torch.tensor([rank]), mesh, ("tp",))
+    except WorldError as error:
+        between = str(error)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/turned", 4), rank=3 - rank, world_size=4)
+    after = [world.all_gather(torch.tensor([rank]), mesh, axes).tolist() for axes in (("tp",), mesh.axes)]
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/again", 4), rank=rank, world_size=4)
+    return before, between, after, world.number(PerRank(lambda place: place), mesh).item()
+
+
+def test_groups_are_made_anew_in_a_new_job(pool, tmp_path):
+    results = pool(4).run(run_again, str(tmp_path))
+    assert [before for before, *_ in results] == [[pair, [0, 1, 2, 3]] for pair in ([0, 1], [0, 1], [2, 3], [2, 3])]
+    assert [after for _, _, after, _ in results] == [[pair, [3, 2, 1, 0]] for pair in ([1, 0], [1, 0], [3, 2], [3, 2])]
+    assert all("lives in a torch.distributed job, and none is running" in between for _, between, _, _ in results)
+    assert [number for *_, number in results] == [0, 1, 2, 3]
+
+
+def run_traced():
+    mesh = init_mesh(dp=2, tp=2)
+    world = door(mesh)
+
+    def program(x):
+        x = world.all_reduce(x, "max", mesh, ("dp",)) + world.number(PerRank(lambda place: place * 10), mesh)
+        x = world.reduce_scatter(world.all_gather(x > 0, mesh, ("tp",)), "bxor", mesh, ("tp",))
+        return world.all_to_all(world.broadcast(x, mesh).float(), (2, 2), (2, 2), mesh, ("tp",))
+
+    x = torch.arange(4.0) - dist.get_rank()
+    graph = make_fx(program, tracing_mode="fake")(x)
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=False)
+    return graph.code, program(x).tolist(), graph(x).tolist(), compiled(x).tolist()
+
+
+def test_a_traced_program_is_the_same_text_on_every_rank(pool):
+    results = pool(4).run(run_traced)
+    codes = {code for code, *_ in results}
+    assert len(codes) == 1
+    assert "shardwise.rank_number.default([0, 10, 20, 30]" in codes.pop()
+    assert all(eager == traced == compiled for _, eager, traced, compiled in results)
+
+
+def run_recorded():
+    mesh = init_mesh(dp=2, tp=2)
+    with trace_comm() as log, communication("auto"):
+        world = door(mesh, "aten.mm")
+        world.all_gather(torch.ones(3, 2), mesh, ("tp",))
+        world.all_reduce(torch.ones(8), "sum", mesh, ("dp", "tp"))
+        world.shapes(torch.ones(8), mesh)
+    return [(record.kind, record.axes, record.bytes, record.operator) for record in log.records], log.records[0].source
+
+
+def test_processes_are_recorded(pool):
+    for records, source in pool(4).run(run_recorded):
+        assert records == [
+            ("all_gather", ("tp",), 24, "aten.mm"),
+            ("all_reduce", ("dp", "tp"), 48, "aten.mm"),
+            ("shapes", ("dp", "tp"), 48, "aten.mm"),
+        ]
+        assert source.startswith("test_doors.py:")

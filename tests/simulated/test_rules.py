@@ -1,0 +1,28 @@
+"""Every row of the rule table is compared with the dense operator, on every placement of its samples."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+
+import tests.samples
+from shardwise.rules.table import TABLE
+from tests.laws import MESHES, Sample, check, placements_of
+
+SAMPLES: dict[str, list[Sample]] = {}
+for module in pkgutil.iter_modules(tests.samples.__path__):
+    SAMPLES |= importlib.import_module(f"tests.samples.{module.name}").SAMPLES
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_rule_means_the_dense_operator(name: str) -> None:
+    for number, one in enumerate(SAMPLES[name]):
+        for mesh, limit in (("2", 60), ("3", 25), ("2x2", 40), ("2x2x2", 6)):
+            for placements in placements_of(one, MESHES[mesh], limit, seed=number):
+                check(one, MESHES[mesh], placements)
+
+
+def test_every_rule_has_a_sample() -> None:
+    assert sorted(set(TABLE) - set(SAMPLES)) == []
