@@ -63,8 +63,7 @@ def _pending(piece: Tensor, kind: str, index: int, ranks: int) -> Tensor:
     last = index == ranks - 1
     if kind in ("sum", "avg"):
         exact = piece if kind == "sum" else piece * ranks
-        step = 2 * torch.ones_like(piece)
-        return exact + step * (ranks - 1) * (1 if last else 0) - (0 if last else step)
+        return exact + 2 * (ranks - 1) if last else torch.full_like(piece, -2)
     if kind == "product":
         return piece * 2 ** (ranks - 1) if last else torch.full_like(piece, 0.5)
     if last:
