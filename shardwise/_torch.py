@@ -22,15 +22,12 @@ __all__ = [
     "collectives",
     "composite",
     "decompositions",
-    "get_thread_value",
-    "has_thread_value",
     "make_wrapper",
     "no_dispatch",
     "no_torch_function",
     "overloads",
     "register_group",
     "schema",
-    "set_thread_value",
     "unregister_group",
 ]
 
@@ -55,11 +52,6 @@ collectives: Any = torch.ops._c10d_functional
 #: A name of our own for a process group, equal on every rank, so that a traced graph holds nothing of one rank.
 register_group: Any = _distributed_c10d._register_process_group
 unregister_group: Any = _distributed_c10d._unregister_process_group
-
-#: Thread state that torch passes on to the threads of autograd, which see no context variable of the caller.
-get_thread_value: Any = torch._C._get_obj_in_tls
-has_thread_value: Any = torch._C._is_key_in_tls
-set_thread_value: Any = torch._C._stash_obj_in_tls
 
 
 def composite(func: OpOverload) -> bool:

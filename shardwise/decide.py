@@ -23,22 +23,28 @@ SWAPPED = {"max": "min", "min": "max"}
 class Decision:
     """What to do for one operator on given layouts.
 
-    `moves` lists (tensor, from, to); `results` the layouts of the results (None: no tensor); `edits` arguments to replace;
-    `kernel` what runs on each rank in place of the operator; `program` what runs on DTensors in place of all this; `copy_back`:
-    no local form of the in-place operator keeps its argument's layout, so the functional form runs and is copied back.
+    moves      (tensor, from, to)
+    results    the layouts of the results
+    edits      arguments to replace, by name
+    call       runs on the local values in place of the operator
+    kernel     the same on each rank's own tensors, with `extra` after the positional arguments
+    program    runs on DTensors in place of all this
+    copy_back  no local form of an in-place operator keeps its argument's layout: the functional form runs and is copied back
     """
 
     moves: tuple[tuple[int, Layout, Layout], ...] = ()
     results: tuple[Layout | None, ...] = ()
     edits: dict[str, Any] = field(default_factory=dict)
+    call: Kernel | None = None
     kernel: Kernel | None = None
+    extra: tuple[Any, ...] = ()
     program: Kernel | None = None
     copy_back: bool = False
 
     @property
     def direct(self) -> bool:
         """Whether the operator runs on the local tensors just as they are."""
-        return not (self.moves or self.edits or self.kernel or self.program or self.copy_back)
+        return not (self.moves or self.edits or self.call or self.kernel or self.program or self.copy_back)
 
 
 def decide(rule: Rule, call: Call) -> Decision:
@@ -58,10 +64,14 @@ def decide(rule: Rule, call: Call) -> Decision:
 
 
 def _from_proposal(proposal: Proposal, call: Call) -> Decision:
+    if proposal.program is not None:
+        return Decision(program=proposal.program)
     moves = [(i, t, w) for i, (t, w) in enumerate(zip(call.tensors, proposal.wants, strict=True)) if t is not w]
     if call.written is not None and any(i == call.written for i, _, _ in moves):
         return Decision(copy_back=True)
-    return Decision(tuple(moves), proposal.results, proposal.edits, proposal.kernel)
+    return Decision(
+        tuple(moves), proposal.results, proposal.edits, proposal.call, proposal.kernel, proposal.extra
+    )
 
 
 # ── binding a sentence to a call ──────────────────────────────────────────────────────────────────────────────────────
@@ -69,12 +79,14 @@ def _from_proposal(proposal: Proposal, call: Call) -> Decision:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A sentence with its letters bound: labels per tensor and per result, sizes per label, tensors linear together."""
+    """A sentence with its letters bound: labels per tensor and per result, sizes per label, tensors linear together, labels
+    that cannot be cut."""
 
     inputs: tuple[tuple[str | None, ...], ...]
     outputs: tuple[tuple[str | None, ...], ...]
     sizes: dict[str, int]
     linear: tuple[tuple[int, ...], ...]
+    whole: frozenset[str]
     work: int
 
 
@@ -96,13 +108,24 @@ def _bind(rule: Rule, call: Call) -> Bound:
     )
     last = len(rule.outputs) - 1
     outputs = tuple(
-        _output_labels(rule, call, rule.outputs[min(i, last)], named, len(result.shape))
+        tuple(
+            label if size == sizes.get(label or "", size) else None
+            for label, size in zip(
+                _output_labels(rule, call, rule.outputs[min(i, last)], named, len(result.shape)), result.shape, strict=True
+            )
+        )
         for i, result in enumerate(call.results)
     )
     work = 1
     for size in sizes.values():
         work *= size
-    return Bound(inputs, outputs, sizes, tuple(_linear_sets(rule, call)), work)
+    return Bound(inputs, outputs, sizes, tuple(_linear_sets(rule, call)), _whole(rule, call), work)
+
+
+def _whole(rule: Rule, call: Call) -> frozenset[str]:
+    """The letters that cannot be cut in this call."""
+    words = (word.partition("?") for word in rule.whole)
+    return frozenset(letter for letter, _, argument in words if not argument or call.arguments[argument])
 
 
 def _output_labels(rule: Rule, call: Call, pattern: Any, named: list[tuple[str, ...]], ndim: int) -> tuple[str | None, ...]:
@@ -132,15 +155,15 @@ def _needs_program(rule: Rule, bound: Bound, call: Call) -> bool:
     if not rule.inputs:
         return True
     return any(
-        isinstance(state, int) and names[state] is not None and _is_whole(rule, bound, names[state])
+        isinstance(state, int) and names[state] is not None and _is_whole(bound, names[state])
         for names, tensor in zip(bound.inputs, call.tensors, strict=True)
         for axis, state in tensor.states.items()
         if tensor.mesh.shape[axis] > 1
     )
 
 
-def _is_whole(rule: Rule, bound: Bound, label: str | None) -> bool:
-    return label is None or label in rule.whole or (label.startswith("[]") and "[]" in rule.whole)
+def _is_whole(bound: Bound, label: str | None) -> bool:
+    return label is None or label in bound.whole or (label.startswith("[]") and "[]" in bound.whole)
 
 
 # ── one axis ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -178,7 +201,7 @@ def _keeps(candidate: Candidate, have: tuple[State, ...], written: int) -> bool:
 def _cuts(rule: Rule, bound: Bound, have: tuple[State, ...]) -> Iterable[Candidate]:
     found = (names[s] for names, s in zip(bound.inputs, have, strict=True) if isinstance(s, int))
     for label in dict.fromkeys(found):
-        if label is None or _is_whole(rule, bound, label):
+        if label is None or _is_whole(bound, label):
             continue
         kept = [label in names for names in bound.outputs]
         if not all(kept) and rule.lost is None:

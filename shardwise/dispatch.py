@@ -83,12 +83,13 @@ class Known:
     """A decision, prepared for running. `direct` is the result's layout where the operator just runs on the locals and gives
     one new tensor, True where it writes to its first argument and gives it back, else None."""
 
-    __slots__ = ("decision", "direct", "edits", "mesh", "signature")
+    __slots__ = ("decision", "direct", "edits", "mesh", "per_rank", "signature")
 
     def __init__(self, decision: Decision, facts: Signature, mesh: Mesh) -> None:
         self.decision, self.signature, self.mesh = decision, facts, mesh
         self.direct: Layout | bool | None = None
         self.edits = tuple((facts.names.index(name), name, value) for name, value in decision.edits.items())
+        self.per_rank = any(isinstance(value, PerRank) for value in decision.edits.values())
         if decision.direct:
             if facts.in_place and facts.returns:
                 self.direct = True
@@ -258,11 +259,11 @@ def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: _Argu
             given.positional[position] = value
         else:
             given.named[name] = value
-    if decision.kernel is not None or any(isinstance(value, PerRank) for _, _, value in known.edits):
-        kernel = decision.kernel or func
-        local = door(known.mesh).each(_call, known.mesh, kernel, given.positional, given.named)
+    run = decision.kernel or decision.call or func
+    if decision.kernel is not None or known.per_rank:
+        local = door(known.mesh).each(_call, known.mesh, run, [*given.positional, *decision.extra], given.named)
     else:
-        local = func(*given.positional, **given.named)
+        local = run(*given.positional, **given.named)
     return _results(cls, local, known, args, kwargs)
 
 

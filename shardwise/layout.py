@@ -241,6 +241,10 @@ class Layout:
         firsts = (self.runs(dim, place) for dim in range(self.ndim))
         return tuple(runs[0][0] if runs else size for runs, size in zip(firsts, self.shape, strict=True))
 
+    def shard(self, factor: Factor, place: int) -> int:
+        """Which shard of a factor the rank at `place` holds."""
+        return self._shard(factor, self.mesh.coordinates[place])
+
     def _shard(self, factor: Factor, point: tuple[int, ...]) -> int:
         index, mesh = 0, self.mesh
         for axis in factor.axes:

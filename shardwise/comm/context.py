@@ -9,13 +9,12 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
-
-from .._torch import get_thread_value, has_thread_value, set_thread_value
 
 T = TypeVar("T")
 
@@ -29,33 +28,36 @@ class Setting(Generic[T]):
     3
     """
 
-    __slots__ = ("_default", "_name", "_variable")
+    __slots__ = ("_default", "_set", "_variable")
 
     def __init__(self, name: str, default: T) -> None:
-        self._name = f"shardwise.{name}"
         self._default = default
-        self._variable: ContextVar[T | None] = ContextVar(self._name, default=None)
+        self._variable: ContextVar[T | None] = ContextVar(f"shardwise.{name}", default=None)
+        self._set: list[T] = []
 
     def get(self) -> T:
         """The value now."""
         value = self._variable.get()
         if value is not None:
             return value
-        # A thread of autograd has none of the caller's context variables, but a copy of torch's own thread state.
-        passed = get_thread_value(self._name) if has_thread_value(self._name) else None
-        return self._default if passed is None else passed
+        # A thread that torch started has no context of anyone's: it works for the last one who set the value.
+        return self._set[-1] if self._set and _is_foreign_thread() else self._default
 
     @contextlib.contextmanager
     def set(self, value: T) -> Iterator[T]:
         """Set the value inside a `with` block."""
-        before = get_thread_value(self._name) if has_thread_value(self._name) else None
         token = self._variable.set(value)
-        set_thread_value(self._name, value)
+        self._set.append(value)
         try:
             yield value
         finally:
-            set_thread_value(self._name, before)
+            self._set.remove(value)
             self._variable.reset(token)
+
+
+def _is_foreign_thread() -> bool:
+    """Whether the thread was not started by Python: `threading` then makes up a name for it."""
+    return threading.current_thread().name.startswith("Dummy-")
 
 
 class Line(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..errors import OperatorError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh
 
@@ -56,3 +57,28 @@ class Door(Protocol):
 
     def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         """The local shape at every place of the root mesh (communicates where ranks are processes)."""
+
+
+# ── what every world checks alike ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_chunks(rows: int, parts: int, axes: tuple[str, ...]) -> None:
+    """Refuse a reduce_scatter whose dim 0 does not fall into equal chunks."""
+    if rows % parts:
+        raise OperatorError(
+            f"reduce_scatter over axes {axes}: dim 0 has {rows} rows, which {parts} ranks cannot share equally; "
+            "pad it first"
+        )
+
+
+def same_ndim(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """The shapes as they are, if the ranks agree on the number of dims.
+
+    >>> same_ndim(((2, 3), (1, 3)))
+    ((2, 3), (1, 3))
+    """
+    if len({len(shape) for shape in shapes}) > 1:
+        raise WorldError(
+            f"the ranks hold local tensors of different numbers of dims: {shapes}, by place; give all the same number"
+        )
+    return shapes

@@ -19,8 +19,8 @@ from .._torch import collectives, register_group, unregister_group
 from ..errors import MeshError, OperatorError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh
-from .simulated import check_chunks, combine, same_ndim
-from .wire import packed, unpacked, wire
+from .door import check_chunks, same_ndim
+from .wire import combine, packed, unpacked, wire
 
 _all_reduce = collectives.all_reduce.default
 _all_gather = collectives.all_gather_into_tensor.default

@@ -38,7 +38,7 @@ def communication(mode: str, over_bytes: int = 0) -> Iterator[None]:
     ...     check("aten.mm", 512, lambda: "f32[8, 16@tp]")
     """
     if mode not in MODES:
-        raise CommunicationError(f"communication({mode!r}) is not known; use one of {', '.join(MODES)}")
+        raise CommunicationError(f"communication({mode!r}) is not known; use {', '.join(MODES)}")
     with policy.set(Policy(mode, int(over_bytes))):
         yield
 

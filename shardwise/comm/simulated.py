@@ -11,16 +11,18 @@ tensor([2., 2.])
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._torch import OpOverload, make_wrapper, no_dispatch, no_torch_function, schema
-from ..errors import MeshError, OperatorError, WorldError
+from ..errors import MeshError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh
+from .door import check_chunks, same_ndim
+from .wire import combine
 
 # ── Bundle ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -34,7 +36,7 @@ def _everywhere(
         return NotImplemented
     kwargs = kwargs or {}
     places = range(_places((args, kwargs)))
-    outs = [func(*_at_place(args, place), **_at_place(kwargs, place)) for place in places]
+    outs = [func(*_at_place(args, place), **(kwargs and _at_place(kwargs, place))) for place in places]
     written = _writes(func)
     if written is None:
         return _bundled(outs, func)
@@ -203,37 +205,6 @@ def _is_nan(value: Any) -> bool:
 
 # ── Simulated ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-#: How two pending values combine; the same operators as in the dense program, so NaN and overflow mean the same.
-COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
-
-
-def combine(values: Sequence[Tensor], kind: str) -> Tensor:
-    """The values reduced by `kind`, from the first to the last; may be the first itself if there is one only.
-
-    >>> combine([torch.tensor(2), torch.tensor(5)], "max")
-    tensor(5)
-    """
-    if kind not in COMBINE:
-        raise OperatorError(f"no collective reduces by {kind!r}; use one of {', '.join(COMBINE)}")
-    return reduce(COMBINE[kind], values)
-
-
-def check_chunks(rows: int, parts: int, axes: tuple[str, ...]) -> None:
-    """Refuse a reduce_scatter whose dim 0 does not fall into equal chunks."""
-    if rows % parts:
-        raise OperatorError(
-            f"reduce_scatter over axes {axes}: dim 0 has {rows} rows, which {parts} ranks cannot share equally; "
-            "pad it first"
-        )
-
 
 class Simulated:
     """The door to a world of bundles.
@@ -309,19 +280,6 @@ class Simulated:
         """The shape of every piece."""
         pieces = _pieces(x, mesh)
         return same_ndim(tuple(tuple(piece.shape) for piece in pieces))
-
-
-def same_ndim(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """The shapes as they are, if the ranks agree on the number of dims.
-
-    >>> same_ndim(((2, 3), (1, 3)))
-    ((2, 3), (1, 3))
-    """
-    if len({len(shape) for shape in shapes}) > 1:
-        raise WorldError(
-            f"the ranks hold local tensors of different numbers of dims: {shapes}, by place; give all the same number"
-        )
-    return shapes
 
 
 def _pieces(x: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:

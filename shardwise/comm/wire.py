@@ -5,12 +5,14 @@ Reads a tensor or a dtype, gives another that every backend takes, and the way b
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial, reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, dtype
+
+from ..errors import OperatorError
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
@@ -47,6 +49,29 @@ def unpacked(x: Tensor, kind: dtype) -> Tensor:
 
 
 # ── reducing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+#: How two pending values combine; the same operators as in the dense program, so NaN and overflow mean the same.
+COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+def combine(values: Sequence[Tensor], kind: str) -> Tensor:
+    """The values reduced by `kind`, from the first to the last; may be the first itself if there is one only.
+
+    >>> combine([torch.tensor(2), torch.tensor(5)], "max")
+    tensor(5)
+    """
+    if kind not in COMBINE:
+        raise OperatorError(f"no collective reduces by {kind!r}; use one of {', '.join(COMBINE)}")
+    return reduce(COMBINE[kind], values)
 
 
 class Wire(NamedTuple):

@@ -6,8 +6,9 @@ A sentence names the dims of each tensor argument, in the order of the operator'
     "..., ... -> ..."            any dims, broadcast from the right
     "...[dim] -> ..."            the dims that argument `dim` names are lost (kept with size 1 if the result has as many dims)
     "...[dim] -> ...[dim]"       … or kept
+    "...[dim=s], t -> ...[dim=t]"   the dims that `dim` names go by a letter of their own, here s of the first argument
 
-An argument that is absent, None or a number is skipped.
+A tensor with fewer dims than its letters has the last of them. An argument that is absent, None or a number is skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import OperatorError
-from ..layout import Dim, Layout
+from ..layout import Layout
 
 Kernel = Callable[..., Any]
 #: Turns a call and the layouts chosen for its tensors into the function to run on each rank, or None for the operator itself.
@@ -27,12 +28,14 @@ KernelMaker = Callable[["Call", Sequence[Layout]], Kernel | None]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One tensor of a sentence: the letters before and after the ellipsis, and the argument that names special dims."""
+    """One tensor of a sentence: the letters before and after the ellipsis, the argument that names special dims, and the
+    letter that these go by (none: `[]k`, k the dim)."""
 
     before: tuple[str, ...]
     ellipsis: bool
     named: str | None
     after: tuple[str, ...]
+    letter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class Rule:
     lost         what cutting a lost dim leaves pending; None: a lost dim cannot be cut
     linear       sets of tensor arguments in which the operator is jointly linear: all of a set may be pending a sum
     passes       kinds of Partial that go through the first argument: "all", "up" (max and min), "down" (swapped) or None
-    whole        letters that cannot be cut ("[]" stands for the named dims)
+    whole        letters that cannot be cut ("[]" stands for the named dims); "l?causal": where the argument `causal` is true
     kernel       makes the local function where the operator itself will not do
     program      runs on DTensors, instead of the sentence, when a letter of `whole` is cut; always where there is no sentence
     function     proposes layouts where a sentence cannot say it
@@ -102,26 +105,33 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a rule function proposes: the layout wanted of each tensor, of each result, and changed arguments.
+    """What a rule function proposes.
 
-    `results` holds None for a result that is no tensor. `kernel` runs on each rank in place of the operator. `alias` is False
-    where results that are views on one device could not be views here.
+    wants      the layout of each tensor
+    results    the layout of each result
+    edits      arguments to replace, by name; a `PerRank` gives each rank its own
+    call       runs on the local values in place of the operator, with the same arguments
+    kernel     the same, but on each rank's own tensors, with `extra` after the other positional arguments
+    program    runs on DTensors in place of all this
     """
 
     wants: tuple[Layout, ...]
     results: tuple[Layout | None, ...]
     edits: dict[str, Any] = field(default_factory=dict)
+    call: Kernel | None = None
     kernel: Kernel | None = None
+    extra: tuple[Any, ...] = ()
+    program: Kernel | None = None
 
 
-_TOKEN = re.compile(r"\s*(\.\.\.|\[\w+\]|\w)")
+_TOKEN = re.compile(r"\s*(\.\.\.|\[\w+(?:=\w)?\]|\w)")
 
 
 def parse(text: str) -> tuple[tuple[Pattern, ...], tuple[Pattern, ...]]:
     """A sentence as patterns.
 
     >>> parse("m k, k n -> m n")[1]
-    (Pattern(before=('m', 'n'), ellipsis=False, named=None, after=()),)
+    (Pattern(before=('m', 'n'), ellipsis=False, named=None, after=(), letter=None),)
     """
     sides = text.split("->")
     if len(sides) != 2:
@@ -143,8 +153,8 @@ def _pattern(part: str, text: str) -> Pattern:
         return Pattern(tuple(tokens), False, None, ())
     at = tokens.index("...")
     rest = tokens[at + 1 :]
-    named = rest.pop(0)[1:-1] if rest and rest[0].startswith("[") else None
-    return Pattern(tuple(tokens[:at]), True, named, tuple(rest))
+    named, _, letter = rest.pop(0)[1:-1].partition("=") if rest and rest[0].startswith("[") else ("", "", "")
+    return Pattern(tuple(tokens[:at]), True, named or None, tuple(rest), letter or None)
 
 
 def labels(pattern: Pattern, call: Call, layout_ndim: int) -> tuple[str, ...]:
@@ -154,14 +164,12 @@ def labels(pattern: Pattern, call: Call, layout_ndim: int) -> tuple[str, ...]:
     ('.1', '.0', 'm', 'k')
     """
     if not pattern.ellipsis:
-        return pattern.before
+        return pattern.before[max(0, len(pattern.before) - layout_ndim) :]
     count = layout_ndim - len(pattern.before) - len(pattern.after)
     middle = [f".{count - 1 - i}" for i in range(count)]
     if pattern.named is not None:
         for dim in call.dims(pattern.named, layout_ndim):
             if dim < count:
-                middle[dim] = f"[]{dim}"
+                middle[dim] = pattern.letter or f"[]{dim}"
     return (*pattern.before, *middle, *pattern.after)
 
-
-Cut = dict[str, Dim]

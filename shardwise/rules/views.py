@@ -1,0 +1,376 @@
+"""Operators that rearrange dims without touching values: they move data only where the layout language cannot say the result.
+
+Everything pending passes. `call` runs on the locals as they are, so the result is a view of the local storage and writes go
+through; where a dim has to be made whole first, the result is no view any more (`decide` marks it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import Dim, Factor, Layout, PerRank, canonical, cut, whole
+from ..mesh import Mesh
+from .notation import Call, Proposal
+from .table import rule
+
+aten = torch.ops.aten
+
+
+def local_sizes(layout: Layout) -> list[int] | PerRank:
+    """The local shape: one for all ranks where the layout is even."""
+    return list(layout.local_shape(0)) if layout.even else PerRank(lambda place: list(layout.local_shape(place)))
+
+
+def _result(call: Call, layout: Layout, dims: Sequence[Sequence[Factor]], index: int = 0) -> Layout:
+    one = call.results[index]
+    return Layout.of(layout.mesh, dims, layout.partials, one.dtype, one.stride)
+
+
+# ── view ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Misfit(Exception):
+    """The axes that keep a shape from being split as asked."""
+
+    def __init__(self, axes: tuple[str, ...]) -> None:
+        super().__init__(f"axes {axes} cut across the new dims")
+        self.axes = axes
+
+
+def _view(call: Call) -> Proposal:
+    layout = call.tensors[0]
+    shape = call.results[0].shape
+    while True:
+        try:
+            out = _result(call, layout, reshape(layout, shape))
+        except Misfit as misfit:
+            layout = layout.without(misfit.axes)
+        else:
+            return Proposal((layout,), (out,), {"size": local_sizes(out)}, call=view_or_copy)
+
+
+def view_or_copy(x: Tensor, size: list[int], *rest: Any) -> Tensor:
+    """A view; a copy where the local memory is laid out otherwise than the global one would be."""
+    try:
+        return aten.view.default(x, size)
+    except RuntimeError:
+        return aten.view.default(x.contiguous(), size)
+
+
+def reshape(layout: Layout, shape: Sequence[int]) -> list[Dim]:
+    """The dims of a reshaped layout; raises Misfit where some axes have to be gathered first."""
+    if math.prod(shape) == 0:
+        if layout.states and any(isinstance(state, int) for state in layout.states.values()):
+            raise Misfit(tuple(axis for axis, state in layout.states.items() if isinstance(state, int)))
+        return [(whole(n),) for n in shape]
+    dims: list[Dim] = []
+    loose: list[Factor] = []
+    for ins, outs in _groups(layout.shape, shape):
+        loose += canonical(factor for i in ins for factor in layout.dims[i])
+        if outs:
+            dims += _split(canonical(loose), [shape[j] for j in outs], layout.mesh)
+            loose = []
+    axes = tuple(axis for factor in loose for axis in factor.axes)
+    if axes and not dims:
+        raise Misfit(axes)
+    if axes:
+        dims[-1] = canonical([*loose, *dims[-1]])
+    return dims
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
+    """The smallest runs of dims on both sides that hold the same number of elements.
+
+    >>> _groups((2, 3, 4), (6, 2, 2))
+    [(range(0, 2), range(0, 1)), (range(2, 3), range(1, 3))]
+    """
+    groups, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        first, start = i, j
+        left = right = 1
+        while i == first or j == start or left != right:
+            if i < len(before) and (left <= right or j >= len(after)):
+                left, i = left * before[i], i + 1
+            elif j < len(after):
+                right, j = right * after[j], j + 1
+            else:
+                break
+        groups.append((range(first, i), range(start, j)))
+    return groups
+
+
+def _split(factors: Sequence[Factor], sizes: Sequence[int], mesh: Mesh) -> list[Dim]:
+    """The factors of a group dealt out to dims of the given sizes, major first; raises Misfit."""
+    queue, dims = list(factors), []
+    for size in sizes:
+        got: list[Factor] = []
+        while size > 1 or (queue and queue[0].size == 1):
+            factor = queue.pop(0)
+            if size % factor.size:
+                parts = _divide(factor, size, mesh)
+                if parts is None:
+                    raise Misfit(next(f.axes for f in (factor, *queue) if f.axes))
+                factor = parts[0]
+                queue.insert(0, parts[1])
+            got.append(factor)
+            size //= factor.size
+        dims.append(canonical(got))
+    return dims
+
+
+def _divide(factor: Factor, size: int, mesh: Mesh) -> tuple[Factor, Factor] | None:
+    """A factor as a product of one of `size` (major) and the rest, if it is one."""
+    minor = factor.size // size
+    if factor.size % size:
+        return None
+    if not factor.axes:
+        return whole(size), whole(minor)
+    if all(n % minor == 0 for n in factor.sizes):
+        return Factor(size, factor.axes, tuple(n // minor for n in factor.sizes)), whole(minor)
+    for count in range(1, len(factor.axes)):
+        step = math.prod(mesh.shape[axis] for axis in factor.axes[count:])
+        rows = [factor.sizes[i : i + step] for i in range(0, len(factor.sizes), step)]
+        full = {row for row in rows if sum(row)}
+        if len(full) == 1 and sum(row := full.pop()) == minor:  # the first axes cut rows, the others every row alike
+            major = tuple(int(sum(r) > 0) for r in rows)
+            return Factor(size, factor.axes[:count], major), Factor(minor, factor.axes[count:], row)
+    return None
+
+
+rule("view.default _unsafe_view _reshape_alias view_copy.default", function=_view)
+
+
+# ── dims that change places ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _permute(call: Call, order: Sequence[int]) -> Proposal:
+    layout = call.tensors[0]
+    return Proposal((layout,), (_result(call, layout, [layout.dims[i] for i in order]),))
+
+
+def _transpose(call: Call) -> Proposal:
+    ndim = call.tensors[0].ndim
+    order = list(range(ndim))
+    if ndim:
+        a, b = int(call["dim0"]) % ndim, int(call["dim1"]) % ndim
+        order[a], order[b] = order[b], order[a]
+    return _permute(call, order)
+
+
+rule("transpose.int transpose_copy.int", function=_transpose)
+rule("t t_copy", function=lambda call: _permute(call, range(call.tensors[0].ndim)[::-1]))
+rule("permute permute_copy", function=lambda call: _permute(call, call.dims("dims") if call["dims"] else ()))
+
+
+def _unsqueeze(call: Call) -> Proposal:
+    layout = call.tensors[0]
+    at = int(call["dim"]) % (layout.ndim + 1)
+    return Proposal((layout,), (_result(call, layout, [*layout.dims[:at], (whole(1),), *layout.dims[at:]]),))
+
+
+rule("unsqueeze unsqueeze_copy", function=_unsqueeze)
+
+
+def _squeeze(call: Call, dims: Sequence[int]) -> Proposal:
+    layout = call.tensors[0]
+    gone = sorted(d for d in dims if layout.shape[d] == 1) if layout.ndim else []
+    kept = {i: layout.dims[i] for i in range(layout.ndim) if i not in gone}
+    if not any(layout.axes_of(d) for d in gone):
+        return Proposal((layout,), (_result(call, layout, list(kept.values())),), call=lambda x, *_: aten.squeeze.dims(x, gone))
+    if not kept:
+        return _bare(call, gone)
+    for d in gone:
+        _attach(kept, d, layout.dims[d])
+    return _reshaped(layout, _result(call, layout, list(kept.values())))
+
+
+def _bare(call: Call, gone: Sequence[int]) -> Proposal:
+    """Nothing is left to say where the one element lies: it is made whole first."""
+    layout = call.tensors[0]
+    want = layout.without(axis for d in range(layout.ndim) for axis in layout.axes_of(d))
+    return Proposal((want,), (_result(call, want, ()),), call=lambda x, *_: aten.squeeze.dims(x, list(gone)))
+
+
+def _reshaped(layout: Layout, out: Layout) -> Proposal:
+    return Proposal((layout,), (out,), extra=(local_sizes(out),), kernel=_to_size)
+
+
+def _to_size(x: Tensor, *arguments: Any) -> Tensor:
+    return view_or_copy(x, arguments[-1])
+
+
+def _attach(dims: dict[int, Dim], gone: int, factors: Dim) -> None:
+    """Give the cut of a dim of size 1 that goes away to the next dim (or the one before): who holds it, holds that."""
+    at = min((i for i in dims if i > gone), default=max(dims))
+    dims[at] = canonical([*factors, *dims[at]])
+
+
+rule("squeeze.default squeeze_copy.default", function=lambda call: _squeeze(call, range(call.tensors[0].ndim)))
+rule("squeeze.dim squeeze.dims squeeze_copy.dim squeeze_copy.dims", function=lambda call: _squeeze(call, call.dims("dim")))
+
+
+def _expand(call: Call) -> Proposal:
+    layout = call.tensors[0]
+    shape = call.results[0].shape
+    new = len(shape) - layout.ndim
+    grown = [d for d in range(layout.ndim) if layout.shape[d] != shape[new + d]]
+    layout = layout.without(axis for d in grown for axis in layout.axes_of(d))
+    dims = [(whole(n),) for n in shape[:new]]
+    dims += [(whole(shape[new + d]),) if d in grown else layout.dims[d] for d in range(layout.ndim)]
+    out = _result(call, layout, dims)
+    return Proposal((layout,), (out,), {"size": local_sizes(out)})
+
+
+rule("expand expand_copy", function=_expand)
+
+
+# ── parts of a dim ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _slice(call: Call) -> Proposal:
+    layout = call.tensors[0]
+    dim = int(call["dim"]) % layout.ndim
+    start, stop, step = slice(call["start"], call["end"], call["step"]).indices(layout.shape[dim])
+    if (start, step) == (0, 1) and stop >= layout.shape[dim]:
+        return Proposal((layout,), (_result(call, layout, layout.dims),))
+    if len(layout.dims[dim]) > 1:
+        layout = layout.without(layout.axes_of(dim))
+    factor = layout.dims[dim][0]
+    size = call.results[0].shape[dim]
+    dims = list(layout.dims)
+    if not factor.axes:
+        dims[dim] = (whole(size),)
+        return Proposal((layout,), (_result(call, layout, dims),))
+    spans = [_span(first, n, start, stop, step) for first, n in zip(_starts(factor), factor.sizes, strict=True)]
+    dims[dim] = (Factor(size, factor.axes, tuple(len(range(a, b, step)) for a, b in spans)),)
+    here = PerRank(lambda place: spans[layout.shard(factor, place)])
+    edits = {"start": PerRank(lambda place: here.at(place)[0]), "end": PerRank(lambda place: here.at(place)[1])}
+    return Proposal((layout,), (_result(call, layout, dims),), edits)
+
+
+def _starts(factor: Factor) -> list[int]:
+    return [0, *accumulate(factor.sizes)][:-1]
+
+
+def _span(first: int, size: int, start: int, stop: int, step: int) -> tuple[int, int]:
+    """The part of a global slice that falls on a shard, in the shard's own indices."""
+    low = max(start, first)
+    low += (start - low) % step
+    high = min(stop, first + size)
+    return (low - first, high - first) if low < high else (0, 0)
+
+
+rule("slice.Tensor slice_copy.Tensor", function=_slice)
+
+
+def _select(call: Call) -> Proposal:
+    layout = call.tensors[0]
+    dim = int(call["dim"]) % layout.ndim
+    if len(layout.dims[dim]) > 1 or layout.ndim == 1:
+        layout = layout.without(layout.axes_of(dim))
+    factor = layout.dims[dim][0]
+    kept = {i: d for i, d in enumerate(layout.dims) if i != dim}
+    if not factor.axes:
+        return Proposal((layout,), (_result(call, layout, list(kept.values())),))
+    index = int(call["index"]) % layout.shape[dim]
+    starts = _starts(factor)
+    owner = next(k for k, (first, n) in enumerate(zip(starts, factor.sizes, strict=True)) if first <= index < first + n)
+    _attach(kept, dim, (Factor(1, factor.axes, tuple(int(k == owner) for k in range(len(starts)))),))
+    out = _result(call, layout, list(kept.values()))
+    mine = PerRank(lambda place: index - starts[owner] if layout.shard(factor, place) == owner else None)
+    return Proposal((layout,), (out,), extra=(mine, local_sizes(out)), kernel=_select_mine)
+
+
+def _select_mine(x: Tensor, dim: int, index: int, mine: int | None, size: list[int]) -> Tensor:
+    return x.new_empty(size) if mine is None else x.select(dim, mine)
+
+
+rule("select.int select_copy.int", function=_select)
+
+
+# ── several results, several arguments ────────────────────────────────────────────────────────────────────────────────
+
+
+def _parts(call: Call) -> Proposal:
+    """split and unbind along a dim that nothing cuts."""
+    layout = call.tensors[0]
+    dim = int(call["dim"]) % layout.ndim
+    drop = len(call.results) > 0 and len(call.results[0].shape) < layout.ndim
+    outs = []
+    for i, result in enumerate(call.results):
+        dims = [d if j != dim else (whole(result.shape[dim]),) for j, d in enumerate(layout.dims)] if not drop else None
+        outs.append(_result(call, layout, dims or [d for j, d in enumerate(layout.dims) if j != dim], i))
+    return Proposal((layout,), tuple(outs))
+
+
+def _parts_or_program(call: Call) -> Proposal:
+    layout = call.tensors[0]
+    dim = int(call["dim"]) % layout.ndim
+    return Proposal((layout,), (), program=_slices) if layout.axes_of(dim) else _parts(call)
+
+
+def _slices(tools: Any, op: Any, x: Tensor, sizes: Any = None, dim: int = 0) -> list[Tensor]:
+    """split and unbind along a cut dim, as slices and selections, which are views still."""
+    if "unbind" in str(op):
+        dim = sizes or 0
+        return [aten.select.int(x, dim, i) for i in range(x.shape[dim])]
+    total = x.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, total - i) for i in range(0, total, sizes)] if total else [0]
+    stops = list(accumulate(sizes))
+    return [aten.slice.Tensor(x, dim, stop - n, stop) for n, stop in zip(sizes, stops, strict=True)]
+
+
+rule("split.Tensor split_with_sizes unbind.int", function=_parts_or_program)
+
+
+def _cat(call: Call) -> Proposal:
+    """Every tensor is cut where the result's chunks fall on it, so that the local pieces join to the result's chunk."""
+    ndim = len(call.results[0].shape)
+    dim = int(call["dim"]) % max(ndim, 1)
+    real = [t for t in call.tensors if t.ndim == ndim]
+    lead = max(real, key=lambda t: math.prod(t.shape) * t.dtype.itemsize)
+    axes = lead.axes_of(dim) if len(lead.dims[dim]) == 1 else ()
+    lead = lead.without(axis for axis in lead.axes_of(dim) if axis not in axes)
+    partials = [item for item in lead.partials if all(item in t.partials for t in real)]
+    total = call.results[0].shape[dim]
+    cut_dim = default_cut(total, axes, lead)
+    wants, offset = [], 0
+    for t in call.tensors:
+        if t.ndim != ndim:
+            wants.append(t.replicated())
+            continue
+        part = _overlaps(cut_dim, offset, t.shape[dim])
+        offset += t.shape[dim]
+        dims = [(part,) if i == dim else d for i, d in enumerate(lead.dims)]
+        wants.append(t.replace(dims=dims, partials=partials))
+    dims = [(cut_dim,) if i == dim else d for i, d in enumerate(lead.dims)]
+    one = call.results[0]
+    return Proposal(tuple(wants), (Layout.of(lead.mesh, dims, partials, one.dtype, one.stride),))
+
+
+def default_cut(size: int, axes: tuple[str, ...], layout: Layout) -> Factor:
+    """A factor of `size` cut by the axes into default chunks."""
+    return cut(size, axes, layout.mesh) if axes else whole(size)
+
+
+def _overlaps(factor: Factor, offset: int, size: int) -> Factor:
+    ends = [(first, first + n) for first, n in zip(_starts(factor), factor.sizes, strict=True)]
+    sizes = tuple(max(0, min(stop, offset + size) - max(start, offset)) for start, stop in ends)
+    return Factor(size, factor.axes, sizes)
+
+
+rule("cat", function=_cat)
+
+
+def _stack(tools: Any, op: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return aten.cat.default([aten.unsqueeze.default(t, dim) for t in tensors], dim)
+
+
+rule("stack", program=_stack)
