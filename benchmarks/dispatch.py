@@ -101,7 +101,7 @@ def plain_calls() -> dict[str, Call]:
 
 
 def distributed_calls(side: Side) -> dict[str, Call]:
-    api, mesh = side.api, side.make_mesh("ab", (8, 8))
+    api, mesh = side.api, side.make_mesh("xy", (8, 8))  # axes that no cold mesh has
     a, b = torch.randn(8, 8), torch.randn(8, 8)
     rows, whole = [api.Shard(0), api.Replicate()], [api.Replicate(), api.Replicate()]
     x, y, w = (api.DTensor.from_local(t, mesh, p, run_check=False) for t, p in ((a, rows), (b, rows), (b, whole)))

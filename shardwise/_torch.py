@@ -26,6 +26,7 @@ __all__ = [
     "no_dispatch",
     "no_torch_function",
     "overloads",
+    "raw_call",
     "register_group",
     "schema",
     "unregister_group",
@@ -42,6 +43,9 @@ decompositions: dict[Any, Any] = torch._decomp.decomposition_table
 
 #: Runs an operator on a wrapper itself, not on what it wraps: how the sizes of a wrapper change in place.
 no_dispatch: Any = torch._C._DisableTorchDispatch
+
+#: The compiled function under an overload: calling it saves a Python frame.
+raw_call: Any = attrgetter("_op")
 
 #: Which arguments an operator writes to is told by its schema only.
 schema: Any = attrgetter("_schema")

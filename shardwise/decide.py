@@ -13,7 +13,7 @@ from typing import Any
 
 from . import cost
 from .layout import Dim, Layout, cut, whole
-from .rules.notation import Call, Kernel, Proposal, Rule, labels
+from .rules.notation import Call, Kernel, Proposal, Result, Rule, additive, labels
 
 State = int | str | None
 SWAPPED = {"max": "min", "min": "max"}
@@ -42,18 +42,19 @@ class Decision:
     copy_back: bool = False
 
     @property
-    def direct(self) -> bool:
-        """Whether the operator runs on the local tensors just as they are."""
-        return not (self.moves or self.edits or self.call or self.kernel or self.program or self.copy_back)
+    def simple(self) -> bool:
+        """Whether one local call is all there is to do."""
+        return not (self.moves or self.kernel or self.program or self.copy_back)
 
 
 def decide(rule: Rule, call: Call) -> Decision:
     """The cheapest way to run a call under its rule."""
-    if rule.function is not None:
-        return _from_proposal(rule.function(call), call)
+    proposal = rule.function(call) if rule.function is not None else None
+    if proposal is not None:
+        return _from_proposal(proposal, call)
     bound = _bind(rule, call)
     if rule.program is not None and _needs_program(rule, bound, call):
-        return Decision(program=rule.program)
+        return Decision(copy_back=True) if call.written is not None else Decision(program=rule.program)
     choices: dict[str, Candidate] = {}
     for axis in call.tensors[0].mesh.axes:
         choice = _choose(rule, call, bound, axis)
@@ -87,6 +88,7 @@ class Bound:
     sizes: dict[str, int]
     linear: tuple[tuple[int, ...], ...]
     whole: frozenset[str]
+    floating: bool
     work: int
 
 
@@ -119,7 +121,8 @@ def _bind(rule: Rule, call: Call) -> Bound:
     work = 1
     for size in sizes.values():
         work *= size
-    return Bound(inputs, outputs, sizes, tuple(_linear_sets(rule, call)), _whole(rule, call), work)
+    linear, uncut = tuple(_linear_sets(rule, call)), _whole(rule, call)
+    return Bound(inputs, outputs, sizes, linear, uncut, call.tensors[0].dtype.is_floating_point, work)
 
 
 def _whole(rule: Rule, call: Call) -> frozenset[str]:
@@ -139,16 +142,12 @@ def _output_labels(rule: Rule, call: Call, pattern: Any, named: list[tuple[str, 
 
 def _linear_sets(rule: Rule, call: Call) -> Iterable[tuple[int, ...]]:
     """The jointly linear sets as indices of tensors; a number in a set makes the operator affine in it, so it is dropped."""
-    arguments = [value for name, value in call.arguments.items() if name in _tensor_names(call)]
+    arguments = [call.arguments[name] for name in call.tensor_names]
     for group in rule.linear:
         if not any(slot < len(call.slots) and call.slots[slot] is None and arguments[slot] is not None for slot in group):
             indices = tuple(i for slot in group if slot < len(call.slots) and (i := call.slots[slot]) is not None)
-            if indices:
+            if indices and additive([r.dtype for r in (*(call.tensors[i] for i in indices), *call.results)]):
                 yield indices
-
-
-def _tensor_names(call: Call) -> tuple[str, ...]:
-    return tuple(a.name for a in call.op._schema.arguments if "Tensor" in str(a.type))
 
 
 def _needs_program(rule: Rule, bound: Bound, call: Call) -> bool:
@@ -163,7 +162,9 @@ def _needs_program(rule: Rule, bound: Bound, call: Call) -> bool:
 
 
 def _is_whole(bound: Bound, label: str | None) -> bool:
-    return label is None or label in bound.whole or (label.startswith("[]") and "[]" in bound.whole)
+    if label is None or label in bound.whole:
+        return True
+    return (label.startswith("[]") and "[]" in bound.whole) or (label.startswith(".") and "..." in bound.whole)
 
 
 # ── one axis ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -224,17 +225,17 @@ def _passes(rule: Rule, bound: Bound, have: tuple[State, ...]) -> Iterable[Candi
             for group in bound.linear:
                 wants = tuple(kind if i in group else None for i in range(len(have)))
                 yield Candidate(wants, (kind,) * len(bound.outputs))
-        through = _through(rule.passes, kind)
+        through = _through(rule.passes, kind, bound.floating)
         if through is not None:
             yield Candidate((kind, *(None,) * (len(have) - 1)), (through,) * len(bound.outputs))
 
 
-def _through(passes: str | None, kind: str) -> str | None:
-    if passes == "all":
+def _through(passes: str | None, kind: str, floating: bool) -> str | None:
+    if passes in ("all", kind):
         return kind
-    if kind not in SWAPPED or passes is None:
+    if kind not in SWAPPED or passes not in ("up", "down"):
         return None
-    return kind if passes == "up" else SWAPPED[kind]
+    return kind if passes == "up" else SWAPPED[kind] if floating else None
 
 
 def _price(candidate: Candidate, call: Call, bound: Bound, have: tuple[State, ...], axis: str) -> float:
@@ -244,13 +245,18 @@ def _price(candidate: Candidate, call: Call, bound: Bound, have: tuple[State, ..
     for tensor, now, want in zip(call.tensors, have, candidate.wants, strict=True):
         if now != want:
             seconds += cost.change(now, want, tensor.nbytes, ranks)
-    for result, state in zip(call.results, candidate.results, strict=True):
+    for result, names, state in zip(call.results, bound.outputs, candidate.results, strict=True):
         if isinstance(state, str):
-            size = result.dtype.itemsize
-            for n in result.shape:
-                size *= n
-            seconds += cost.all_reduce(size, ranks)
+            seconds += cost.all_reduce(_held(result, names, call, bound), ranks)
     return seconds + bound.work * cost.PER_WORK / (1 if candidate.label is None else ranks)
+
+
+def _held(result: Result, names: tuple[str | None, ...], call: Call, bound: Bound) -> int:
+    """Bytes of a result on one rank, if it is cut as the tensors are now."""
+    size = result.dtype.itemsize
+    for label, n in zip(names, result.shape, strict=True):
+        size *= min((t.held(i.index(label)) for t, i in zip(call.tensors, bound.inputs, strict=True) if label in i), default=n)
+    return size
 
 
 # ── all axes together ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -272,8 +278,9 @@ def _from_choices(rule: Rule, call: Call, bound: Bound, choices: dict[str, Candi
         placed = _dims(out_names, result.shape, dims)
         results.append(Layout.of(call.tensors[0].mesh, placed, partials, result.dtype, result.stride))
     moves = tuple((i, t, w) for i, (t, w) in enumerate(zip(call.tensors, wants, strict=True)) if t is not w)
-    kernel = rule.kernel(call, wants) if rule.kernel is not None else None
-    return Decision(moves, tuple(results), kernel=kernel)
+    made = rule.kernel(call, wants) if rule.kernel is not None else None
+    kernel, *extra = made if isinstance(made, tuple) else (made,)
+    return Decision(moves, tuple(results), kernel=kernel, extra=tuple(extra))
 
 
 def _dims(names: Iterable[str | None], shape: Iterable[int], dims: dict[str, Dim]) -> list[Dim]:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from . import fallback
-from ._torch import make_wrapper
+from ._torch import make_wrapper, raw_call
 from .comm import door
 from .decide import Decision, decide
 from .errors import MeshError, OperatorError
-from .layout import Layout, PerRank, make_layout
+from .layout import Layout, Number, PerRank, make_layout
 from .memo import new_cache
 from .mesh import Mesh
 from .placement import Replicate
@@ -28,7 +28,6 @@ from .signature import Signature, signature
 
 _decisions = new_cache("decisions", limit=8192)
 _known = _decisions.entries
-_free: dict[Any, frozenset[int | str]] = {}
 _PLAIN = frozenset((int, bool, type(None), str, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
@@ -39,12 +38,33 @@ def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:
     return self
 
 
-def dispatch(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+class Operator:
+    """An operator overload as dispatch sees it. Its place in a key is cheaper to hash than the overload's own."""
+
+    __slots__ = ("free", "func", "signature", "zipped")
+
+    def __init__(self, func: Any) -> None:
+        self.func, self.signature = func, signature(func)
+        self.free = self.signature.free
+        row = find(func)
+        self.zipped = row is not None and row.zipped
+
+
+_operators: dict[int, Operator] = {}
+
+
+def _operator(func: Any) -> Operator:
+    found = _operators.get(id(func))  # the record keeps the overload alive, so its id stays its own
+    if found is None:
+        found = _operators[id(func)] = Operator(func)
+    return found
+
+
+def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Run an operator on DTensors (and what stands beside them)."""
-    free = _free.get(func)
-    if free is None:
-        free = _free[func] = signature(func).free
-    key, values = [func], []
+    operator = _operators.get(id(func)) or _operator(func)
+    free = operator.free
+    key, values = [operator], []
     for position, arg in enumerate(args):
         kind = type(arg)
         if kind is cls:
@@ -57,44 +77,54 @@ def dispatch(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         elif kind is list and arg and type(arg[0]) is int:
             key.append(tuple(arg))
         else:
-            return _general(cls, func, args, kwargs)
+            return _general(cls, func, args, kwargs or {})
     if kwargs:
         for name, arg in kwargs.items():
             if type(arg) not in _PLAIN:
                 return _general(cls, func, args, kwargs)
             key.append(name)
             key.append(type(arg) if name in free else arg)
-    found = _known.get(tuple(key))
-    if found is None:
-        return _general(cls, func, args, kwargs)
+    known = _known.get(tuple(key))
+    if known is None or known.mode is None:
+        return _general(cls, func, args, kwargs or {})
     _decisions.hits += 1
-    direct = found.direct
-    if direct is None:
-        return _run(cls, func, args, kwargs, found)
-    local = func(*values, **kwargs)
-    if direct is True:
-        return args[0]
-    self = make_wrapper(cls, direct.shape, direct.stride, dtype=direct.dtype, device=direct.device)
-    self._local, self._layout = local, direct
+    for position, value in known.edits:
+        values[position] = value
+    local = known.call(*values, **kwargs) if kwargs else known.call(*values)
+    mode = known.mode
+    if mode is True:
+        return args[0] if not args[0].severed else _refuse_write(known.signature, args[0])
+    if mode is False:
+        return tuple([wrap(cls, piece, layout) for piece, layout in zip(local, known.decision.results, strict=True)])
+    self = make_wrapper(cls, mode.shape, mode.stride, dtype=mode.dtype, device=mode.device)
+    self._local, self._layout = local, mode
     return self
 
 
 class Known:
-    """A decision, prepared for running. `direct` is the result's layout where the operator just runs on the locals and gives
-    one new tensor, True where it writes to its first argument and gives it back, else None."""
+    """A decision, prepared for running.
 
-    __slots__ = ("decision", "direct", "edits", "mesh", "per_rank", "signature")
+    `mode` tells how `dispatch` may run it by itself: the result's layout where one new tensor comes out, False where a tuple
+    of them does, True where the first argument is written to and given back; None: `_run` has to.
+    """
 
-    def __init__(self, decision: Decision, facts: Signature, mesh: Mesh) -> None:
+    __slots__ = ("call", "decision", "edits", "mesh", "mode", "per_rank", "signature")
+
+    def __init__(self, decision: Decision, func: Any, mesh: Mesh, positional: int) -> None:
+        facts = signature(func)
         self.decision, self.signature, self.mesh = decision, facts, mesh
-        self.direct: Layout | bool | None = None
-        self.edits = tuple((facts.names.index(name), name, value) for name, value in decision.edits.items())
+        self.call = decision.call or raw_call(func)
+        self.edits = tuple((facts.names.index(name), value) for name, value in decision.edits.items())
         self.per_rank = any(isinstance(value, PerRank) for value in decision.edits.values())
-        if decision.direct:
+        self.mode: Layout | bool | None = None
+        simple = not self.per_rank and all(position < positional for position, _ in self.edits)
+        if simple and decision.simple and None not in decision.results:
             if facts.in_place and facts.returns:
-                self.direct = True
-            elif not facts.written and len(facts.returns) == 1 and len(decision.results) == 1:
-                self.direct = decision.results[0]
+                self.mode = True
+            elif not facts.written and len(facts.returns) == 1 and len(decision.results) == 1 and not facts.lists:
+                self.mode = decision.results[0]
+            elif not facts.written and len(facts.returns) == len(decision.results) > 1:
+                self.mode = False
 
 
 class _Arguments:
@@ -103,7 +133,7 @@ class _Arguments:
     __slots__ = ("key", "layouts", "named", "places", "positional", "tensors")
 
     def __init__(self, cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.key: list[Any] = [func]
+        self.key: list[Any] = [_operator(func)]
         self.layouts: list[Layout] = []
         self.tensors: list[Any] = []
         self.places: list[tuple[Any, Any]] = []
@@ -173,27 +203,34 @@ def _local_on(cls: Any, tensor: Any, mesh: Mesh) -> tuple[Tensor, Layout]:
 
 def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same as `dispatch` for any arguments: plain tensors, lists, several meshes, first calls."""
+    operator = _operator(func)
+    if operator.zipped and fallback.is_mixed(cls, args):
+        return fallback.apart(Tools(cls), func, args, kwargs)
+    if operator.signature.written and fallback.writes_plain(cls, func, args, kwargs):
+        return fallback.on_plain(Tools(cls), func, args, kwargs)
     given = _Arguments(cls, func, args, kwargs)
     key = tuple(given.key)
-    found = _known.get(key)
-    if found is None:
-        facts = signature(func)
-        found = Known(_decide(func, facts, given), facts, given.layouts[0].mesh)
-        _decisions.put(key, found)
+    known = _known.get(key)
+    if known is None:
+        decision = _decide(func, signature(func), given)
+        known = Known(decision, func, given.layouts[0].mesh, len(args))
+        _decisions.put(key, known)
     else:
         _decisions.hits += 1
-    return _run(cls, func, args, kwargs, found, given)
+    return _run(cls, func, args, kwargs, known, given)
 
 
 def _decide(func: Any, facts: Signature, given: _Arguments) -> Decision:
     row = find(func)
     if row is None:
         return Decision(program=fallback.choose(func, facts))
+    form = fallback.functional_form(func) if facts.written else None
+    borrowed = form is not None and find(form) is row
     if row.program is not None and not row.inputs and row.function is None:
-        return Decision(program=row.program)
-    call = bind(func, facts, given)
-    if facts.written and not facts.in_place and row.function is None:
+        return Decision(copy_back=True) if borrowed else Decision(program=row.program)
+    if facts.written and not facts.in_place and (row.function is None or borrowed):
         return Decision(program=fallback.choose(func, facts))
+    call = bind(func, facts, given)
     return decide(row, call)
 
 
@@ -217,7 +254,8 @@ def bind(func: Any, facts: Signature, given: _Arguments) -> Call:
     order = {place: i for i, place in enumerate(by_place)}
     slots = tuple(_slot(facts, name, given, order) for name in facts.tensors)
     written = slots[0] if facts.in_place else None
-    return Call(func, facts.name, arguments, tuple(given.layouts), slots, _on_one_device(func, arguments), written)
+    results = _on_one_device(func, arguments)
+    return Call(func, facts.name, arguments, tuple(given.layouts), slots, results, facts.tensors, written)
 
 
 def _slot(facts: Signature, name: str, given: _Arguments, order: Mapping[tuple[int, Any], int]) -> int | None:
@@ -243,28 +281,45 @@ def _without_data(value: Any) -> Any:
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
-def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: _Arguments | None = None) -> Any:
+def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: _Arguments) -> Any:
     """Carry out a decision."""
-    decision = known.decision
+    decision, facts = known.decision, known.signature
+    if facts.written:
+        _check_writes(cls, facts, args, kwargs)
     if decision.program is not None:
         return decision.program(Tools(cls), func, *args, **kwargs)
     if decision.copy_back:
         return fallback.functional(Tools(cls), func, *args, **kwargs)
-    given = given or _Arguments(cls, func, args, kwargs)
     for index, have, want in decision.moves:
         holder, at = given.places[index]
         holder[at] = move(holder[at], have, want, known.signature.name)
-    for position, name, value in known.edits:
+    for position, value in known.edits:
         if position < len(given.positional):
             given.positional[position] = value
         else:
-            given.named[name] = value
-    run = decision.kernel or decision.call or func
+            given.named[known.signature.names[position]] = value
+    run = decision.kernel or known.call
     if decision.kernel is not None or known.per_rank:
-        local = door(known.mesh).each(_call, known.mesh, run, [*given.positional, *decision.extra], given.named)
+        world = door(known.mesh)
+        extra = [world.number(item, known.mesh) if isinstance(item, Number) else item for item in decision.extra]
+        local = world.each(_call, known.mesh, run, [*given.positional, *extra], given.named)
     else:
         local = run(*given.positional, **given.named)
     return _results(cls, local, known, args, kwargs)
+
+
+def _check_writes(cls: Any, facts: Signature, args: Any, kwargs: Any) -> None:
+    for name, value in _named(facts, args, kwargs):
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if name in facts.written and isinstance(item, cls) and item.severed:
+                _refuse_write(facts, item)
+
+
+def _refuse_write(facts: Signature, x: Any) -> None:
+    raise OperatorError(
+        f"{facts.name} writes to {x._layout}, a view that data had to move for, so the write would not reach the tensor it is a "
+        "view of; redistribute that tensor first, or clone the view"
+    )
 
 
 def _call(kernel: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -280,7 +335,12 @@ def _results(cls: Any, local: Any, known: Known, args: tuple[Any, ...], kwargs: 
     def wrapped(value: Any) -> Any:
         if isinstance(value, Tensor):
             layout = next(layouts)
-            return value if layout is None else wrap(cls, value, layout)
+            if layout is None:
+                return value
+            out = wrap(cls, value, layout)
+            if facts.view and known.decision.moves:
+                out.severed = True
+            return out
         return type(value)(wrapped(item) for item in value) if isinstance(value, list | tuple) else value
 
     if facts.written:

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import composite, decompositions, overloads
+from ._torch import composite, decompositions, overloads, schema
 from .comm import check, door, note_fallback
 from .errors import OperatorError
 from .layout import make_layout
 from .placement import Replicate
-from .rules.table import find
 from .signature import Signature, signature
 
 Program = Callable[..., Any]
@@ -47,12 +46,16 @@ def functional_form(func: Any) -> Any:
     facts = signature(func)
     name = facts.name.partition(".")[2]
     base = name[:-1] if facts.in_place and name.endswith("_") else name
-    wanted = [n for n in facts.names if facts.in_place or n not in facts.written]
+    wanted = [a for a in _typed(func) if facts.in_place or a[0] not in facts.written]
     for candidate in overloads(func, base):
         other = signature(candidate)
-        if not other.written and list(other.names) == wanted and len(other.returns) >= 1:
+        if not other.written and _typed(candidate) == wanted and len(other.returns) >= 1:
             return candidate
     return None
+
+
+def _typed(func: Any) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in schema(func).arguments]
 
 
 def functional(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +97,13 @@ def gather(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     if facts.written and any(facts.returns):
         written = [given[name] for name in facts.returns if name]
         return written[0] if len(written) == 1 else tuple(written)
-    return _wrapped(tools, outs, mesh)
+    return _severed(_wrapped(tools, outs, mesh)) if facts.view else _wrapped(tools, outs, mesh)
+
+
+def _severed(value: Any) -> Any:
+    for item in value if isinstance(value, list | tuple) else (value,):
+        item.severed = True
+    return value
 
 
 def _fresh(value: Any) -> Any:
@@ -118,6 +127,49 @@ def _wrapped(tools: Any, value: Any, mesh: Any) -> Any:
     return type(value)(_wrapped(tools, item, mesh) for item in value) if isinstance(value, list | tuple) else value
 
 
-def has_rule(func: Any) -> bool:
-    """Whether the table has a row for an operator."""
-    return find(func) is not None
+def writes_plain(cls: Any, func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator writes to a plain tensor."""
+    facts = signature(func)
+    given = {**dict(zip(facts.names, args, strict=False)), **kwargs}
+    return any(isinstance(given.get(name), Tensor) and not isinstance(given[name], cls) for name in facts.written)
+
+
+def on_plain(tools: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator that writes to a plain tensor on plain tensors: the whole values of its DTensors."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return tools.plain(value) if tools.is_distributed(value) else value
+
+    return func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
+
+
+def _owners(cls: Any, args: Any) -> list[Any]:
+    """For each index of the first list: the mesh of the tensor there, or None where it is a plain tensor."""
+    first = next((arg for arg in args if isinstance(arg, list | tuple)), [])
+    return [item._layout.mesh if isinstance(item, cls) else None for item in first]
+
+
+def is_mixed(cls: Any, args: Any) -> bool:
+    """Whether the first list holds tensors of several meshes, or plain tensors."""
+    owners = _owners(cls, args)
+    return None in owners or len(set(owners)) > 1
+
+
+def apart(tools: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator on lists once for each mesh, and once for the plain tensors."""
+    owners = _owners(tools.cls, args)
+    outs: list[Any] = [None] * len(owners)
+    for owner in dict.fromkeys(owners):
+        indices = [i for i, other in enumerate(owners) if other is owner]
+
+        def part(value: Any, indices: list[int] = indices, owner: Any = owner) -> Any:
+            if isinstance(value, list | tuple):
+                return [part(value[i]) for i in indices] if len(value) == len(owners) else value
+            return tools.plain(value) if owner is None and tools.is_distributed(value) else value
+
+        got = func(*[part(arg) for arg in args], **{name: part(value) for name, value in kwargs.items()})
+        for i, out in zip(indices, got or (), strict=False):
+            outs[i] = out
+    return outs if signature(func).lists else None

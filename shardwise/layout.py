@@ -62,6 +62,12 @@ class PerRank:
         return self._known[place]
 
 
+class Number(PerRank):
+    """An int per place that reaches a kernel as a 0-d tensor, so that no rank's int enters a traced graph."""
+
+    __slots__ = ()
+
+
 class Factor(NamedTuple):
     """A factor of a dim: its size, the axes that cut it (major to minor) and the size of each shard in that order."""
 
@@ -251,11 +257,14 @@ class Layout:
             index = index * mesh.shape[axis] + point[mesh.axes.index(axis)]
         return index
 
+    def held(self, dim: int) -> int:
+        """The size of a dim in the largest local piece."""
+        return math.prod(max(f.sizes) for f in self.dims[dim])
+
     @property
     def nbytes(self) -> int:
         """Bytes of the largest local piece."""
-        local = math.prod(math.prod(max(f.sizes) for f in dim) for dim in self.dims)
-        return local * self.dtype.itemsize
+        return math.prod(self.held(dim) for dim in range(self.ndim)) * self.dtype.itemsize
 
     def __repr__(self) -> str:
         dims = ", ".join(_describe(dim, self.mesh) for dim in self.dims)

@@ -24,6 +24,8 @@ class Signature:
     free       positions and names of arguments that are no part of a key (their type is)
     written    names of the arguments the operator writes to
     returns    for each result, the name of the written argument it is, or None
+    lists      whether a result is a list of tensors
+    view       whether a result shares memory with an argument
     """
 
     name: str
@@ -33,6 +35,8 @@ class Signature:
     free: frozenset[int | str]
     written: tuple[str, ...]
     returns: tuple[str | None, ...]
+    lists: bool
+    view: bool
 
     @property
     def in_place(self) -> bool:
@@ -49,7 +53,7 @@ def signature(op: Any) -> Signature:
     free: set[int | str] = set()
     for position, argument in enumerate(schema.arguments):
         kind = str(argument.type)
-        by_type = "Tensor" in kind or (row is not None and "float[" not in kind and any(word in kind for word in _VALUES))
+        by_type = "Tensor" in kind or (row is not None and "List[float]" not in kind and any(word in kind for word in _VALUES))
         if (by_type and argument.name not in static) or argument.name in freed:
             free |= {position, argument.name}
     owner = {
@@ -67,4 +71,6 @@ def signature(op: Any) -> Signature:
         free=frozenset(free),
         written=tuple(dict.fromkeys(owner.values())),
         returns=tuple(next((owner[x] for x in names if x in owner), None) for names in labels),
+        lists=any("List" in str(result.type) for result in schema.returns),
+        view=any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns),
     )

@@ -31,14 +31,13 @@ class DTensor(torch.Tensor):
     (DTensor(f32[8@dp, 16], mesh=(dp=2, tp=4)), 128.0)
     """
 
-    __slots__ = ("_aligned", "_layout", "_local")
     _local: Tensor
     _layout: Layout
+    #: whether this is a view on one device but not here, since data had to move: then it cannot be written to
+    severed = False
     __torch_function__ = no_torch_function
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return dispatch(DTensor, func, args, kwargs or {})
+    __torch_dispatch__ = classmethod(dispatch)
 
     # ── in and out ────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -33,7 +33,7 @@ class Setting(Generic[T]):
     def __init__(self, name: str, default: T) -> None:
         self._default = default
         self._variable: ContextVar[T | None] = ContextVar(f"shardwise.{name}", default=None)
-        self._set: list[T] = []
+        self._set: dict[object, T] = {}
 
     def get(self) -> T:
         """The value now."""
@@ -41,17 +41,17 @@ class Setting(Generic[T]):
         if value is not None:
             return value
         # A thread that torch started has no context of anyone's: it works for the last one who set the value.
-        return self._set[-1] if self._set and _is_foreign_thread() else self._default
+        return next(reversed(self._set.values())) if self._set and _is_foreign_thread() else self._default
 
     @contextlib.contextmanager
     def set(self, value: T) -> Iterator[T]:
         """Set the value inside a `with` block."""
-        token = self._variable.set(value)
-        self._set.append(value)
+        token, block = self._variable.set(value), object()
+        self._set[block] = value
         try:
             yield value
         finally:
-            self._set.remove(value)
+            del self._set[block]
             self._variable.reset(token)
 
 

@@ -29,6 +29,8 @@ _all_to_all = collectives.all_to_all_single.default
 _broadcast = collectives.broadcast.default
 _wait = collectives.wait_tensor.default
 
+#: torch before 2.13 sorts the ranks of every group.
+_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 #: Shapes travel in a vector of one length, so that ranks that disagree on the number of dims can still say so.
 _MOST_DIMS = 64
 
@@ -99,6 +101,7 @@ class Processes:
         places = root.peers(self._place(root), axes)
         group = Group(root.alias(axes), len(places))
         if group.size > 1:
+            _check_order(root, axes)
             made = self._group_over(tuple(root.ranks[place] for place in places))
             unregister_group(group.alias)  # another door of this process may have registered it
             register_group(group.alias, made)
@@ -109,8 +112,8 @@ class Processes:
         if ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD
         if ranks not in self._by_ranks:
-            options: dict[str, Any] = {"use_local_synchronization": True} | _in_order(ranks)
-            self._by_ranks[ranks] = dist.new_group(list(ranks), **options)
+            options: dict[str, Any] = {"sort_ranks": False} if _KEEPS_ORDER else {}
+            self._by_ranks[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, **options)
         return self._by_ranks[ranks]
 
     def _place(self, mesh: Mesh) -> int:
@@ -225,15 +228,16 @@ class Processes:
         return same_ndim(tuple(tuple(row[1 : 1 + row[0]]) for row in rows))
 
 
-def _in_order(ranks: tuple[int, ...]) -> dict[str, bool]:
-    """The option that keeps torch from sorting the ranks of a group, where they are not sorted."""
-    if list(ranks) == sorted(ranks):
-        return {}
-    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
-        raise MeshError(
-            f"torch before 2.13 has no group over ranks {ranks} in this order; use a mesh of ascending ranks"
-        )
-    return {"sort_ranks": False}
+def _check_order(root: Mesh, axes: tuple[str, ...]) -> None:
+    """Refuse, on every rank of the mesh alike, groups in an order that this torch cannot give them."""
+    if not _KEEPS_ORDER and list(root.ranks) != sorted(root.ranks):
+        for places in root.groups(axes):
+            ranks = [root.ranks[place] for place in places]
+            if ranks != sorted(ranks):
+                raise MeshError(
+                    f"mesh {root} has a group over axes {axes} of ranks {ranks} in this order, which torch before 2.13 "
+                    "cannot make; use a mesh of ascending ranks"
+                )
 
 
 def _here(value: Any, place: int) -> Any:

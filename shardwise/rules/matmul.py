@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..layout import Layout
+from .notation import Call
 from .table import rule
+
+
+def _expanded(call: Call, wants: Sequence[Layout]) -> Any:
+    """torch's addmv of an empty matrix gives the shape of what is added, not of the product."""
+    if wants[0].shape == wants[1].shape[:1]:
+        return None
+    op = call.op
+
+    def kernel(added: Tensor, matrix: Tensor, vector: Tensor, **scales: Any) -> Tensor:
+        return op(added.expand(matrix.shape[0]), matrix, vector, **scales)
+
+    return kernel
+
 
 rule("mm", "m k, k n -> m n", linear=((0,), (1,)))
 rule("bmm", "b m k, b k n -> b m n", linear=((0,), (1,)))
@@ -12,5 +32,5 @@ rule("dot vdot", "k, k -> ", linear=((0,), (1,)))
 rule("addmm", "m n, m k, k n -> m n", linear=((0, 1), (0, 2)))
 rule("baddbmm", "b m n, b m k, b k n -> b m n", linear=((0, 1), (0, 2)))
 rule("addbmm", "m n, b m k, b k n -> m n", linear=((0, 1), (0, 2)))
-rule("addmv", "m, m k, k -> m", linear=((0, 1), (0, 2)))
+rule("addmv", "m, m k, k -> m", linear=((0, 1), (0, 2)), kernel=_expanded)
 rule("addr", "m n, m, n -> m n", linear=((0, 1), (0, 2)))

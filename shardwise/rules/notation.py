@@ -14,16 +14,19 @@ A tensor with fewer dims than its letters has the last of them. An argument that
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from ..errors import OperatorError
 from ..layout import Layout
 
 Kernel = Callable[..., Any]
-#: Turns a call and the layouts chosen for its tensors into the function to run on each rank, or None for the operator itself.
-KernelMaker = Callable[["Call", Sequence[Layout]], Kernel | None]
+#: Turns a call and the layouts chosen for its tensors into the function to run on each rank (or a tuple of it and what it
+#: takes after the other positional arguments), or None for the operator itself.
+KernelMaker = Callable[["Call", Sequence[Layout]], Kernel | tuple[Any, ...] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,14 @@ class Rule:
     sentence     inputs and outputs as patterns, or None where `function` says it
     lost         what cutting a lost dim leaves pending; None: a lost dim cannot be cut
     linear       sets of tensor arguments in which the operator is jointly linear: all of a set may be pending a sum
-    passes       kinds of Partial that go through the first argument: "all", "up" (max and min), "down" (swapped) or None
-    whole        letters that cannot be cut ("[]" stands for the named dims); "l?causal": where the argument `causal` is true
+    passes       kinds of Partial that go through the first argument: "all", one kind, "up" (max and min), "down" (swapped, for
+                 floats: the negative of an integer may wrap around) or None
+    whole        letters that cannot be cut ("[]": the named dims, "...": those of the ellipsis); "l?causal": where the
+                 argument `causal` is true
     kernel       makes the local function where the operator itself will not do
     program      runs on DTensors, instead of the sentence, when a letter of `whole` is cut; always where there is no sentence
-    function     proposes layouts where a sentence cannot say it
+    function     proposes layouts where a sentence cannot say it; where it gives None, the sentence holds
+    zipped       its lists go element by element, so they may be split and run apart
     static/free  arguments that enter the key by value / by type only, against the default (see `keyed_by_value`)
     """
 
@@ -61,7 +67,8 @@ class Rule:
     whole: frozenset[str] = frozenset()
     kernel: KernelMaker | None = None
     program: Kernel | None = None
-    function: Callable[[Call], Proposal] | None = None
+    function: Callable[[Call], Proposal | None] | None = None
+    zipped: bool = False
     static: frozenset[str] = frozenset()
     free: frozenset[str] = frozenset()
     text: str = ""
@@ -87,6 +94,8 @@ class Call:
     #: for each tensor argument of the schema: the index in `tensors`, or None where it is not a tensor
     slots: tuple[int | None, ...]
     results: tuple[Result, ...]
+    #: the arguments that are tensors or lists of tensors, in order
+    tensor_names: tuple[str, ...]
     #: the argument that the operator writes to and returns, as an index in `tensors`
     written: int | None = None
 
@@ -111,7 +120,8 @@ class Proposal:
     results    the layout of each result
     edits      arguments to replace, by name; a `PerRank` gives each rank its own
     call       runs on the local values in place of the operator, with the same arguments
-    kernel     the same, but on each rank's own tensors, with `extra` after the other positional arguments
+    kernel     the same, but on each rank's own tensors, with `extra` after the other positional arguments (a `Number` in
+               it becomes a 0-d tensor)
     program    runs on DTensors in place of all this
     """
 
@@ -122,6 +132,16 @@ class Proposal:
     kernel: Kernel | None = None
     extra: tuple[Any, ...] = ()
     program: Kernel | None = None
+
+
+def additive(dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether converting between these dtypes commutes with adding; integers wrap around, and True + True is True.
+
+    >>> additive([torch.float32, torch.bfloat16]), additive([torch.int64, torch.float32])
+    (True, False)
+    """
+    several = set(dtypes)
+    return len(several) == 1 or all(dtype.is_floating_point or dtype.is_complex for dtype in several)
 
 
 _TOKEN = re.compile(r"\s*(\.\.\.|\[\w+(?:=\w)?\]|\w)")

@@ -25,10 +25,8 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten.dot": [sample(aten.dot, (5,), (5,)), sample(aten.dot, (1,), (1,))],
     "aten.vdot": [sample(aten.vdot, (5,), (5,)), sample(aten.vdot, *matrices((3,), (3,)))],
     "aten.addmm": [
-        sample(aten.addmm, (5, 4), (5, 3), (3, 4)),
         sample(partial(aten.addmm, **scaled), (4,), (5, 3), (3, 4)),
-        sample(partial(aten.addmm, **scaled), (5, 1), (5, 3), (3, 4)),
-        sample(partial(aten.addmm, beta=0), (), (1, 3), (3, 2)),
+        sample(partial(aten.addmm, beta=0), (5, 1), (5, 1), (1, 4)),
         sample(partial(aten.addmm_, **scaled), (5, 4), (5, 3), (3, 4), mutates=(0,)),
     ],
     "aten.baddbmm": [
@@ -40,7 +38,6 @@ SAMPLES: dict[str, list[Sample]] = {
         sample(partial(aten.addbmm, **scaled), (5,), (3, 2, 1), (3, 1, 5)),
     ],
     "aten.addmv": [
-        sample(aten.addmv, (5,), (5, 3), (3,)),
         sample(partial(aten.addmv, **scaled), (1,), (5, 3), (3,)),
         sample(partial(aten.addmv_, **scaled), (5,), (5, 3), (3,), mutates=(0,)),
     ],

@@ -1,0 +1,132 @@
+"""Operators on lists of tensors, element by element: `_foreach_*` and the fused optimizers.
+
+All lists run in one local call where each index has one layout; else index by index through the operator on single tensors.
+Scalars, which an optimizer changes at every step, are no part of a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import OperatorError
+from ..layout import Layout
+from .notation import Call, Proposal
+from .table import rule
+
+aten = torch.ops.aten
+
+_POINTWISE = (
+    "abs acos add addcdiv addcmul asin atan ceil clamp clamp_max clamp_min copy cos cosh div erf erfc exp expm1 floor frac lerp "
+    "lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan tanh "
+    "trunc zero"
+)
+
+
+def _columns(call: Call) -> Iterator[tuple[Layout, ...]]:
+    """The layouts at each index of the lists; a single tensor beside the lists stands in every column."""
+    lists = [call.arguments[name] for name in call.tensor_names]
+    count = max(len(value) for value in lists if isinstance(value, tuple))
+    for i in range(count):
+        column = [value[i] if isinstance(value, tuple) and value else value for value in lists]
+        yield tuple(item for item in column if isinstance(item, Layout))
+
+
+def _aligned(call: Call, lead: Layout, column: Sequence[Layout]) -> list[Layout]:
+    """The column with every tensor of the lead's shape cut as the lead, and all else replicated."""
+    return [t.replace(dims=lead.dims, partials=()) if t.shape == lead.shape else t.replicated() for t in column]
+
+
+def _foreach(call: Call) -> Proposal:
+    columns = list(_columns(call))
+    if any(t.partials for column in columns for t in column):
+        return Proposal((), (), program=_one_by_one)
+    in_place = call.name.endswith("_")
+    wanted, results = [], []
+    for i, column in enumerate(columns):
+        lead = column[0] if in_place else max(column, key=lambda t: len(t.shape))
+        wanted.append(_aligned(call, lead, column))
+        if not in_place:
+            one = call.results[i]
+            if tuple(lead.shape) != one.shape:
+                return Proposal((), (), program=_one_by_one)
+            results.append(Layout.of(lead.mesh, lead.dims, (), one.dtype, one.stride))
+    return Proposal(_flattened(call, wanted), tuple(results))
+
+
+def _flattened(call: Call, columns: list[list[Layout]]) -> tuple[Layout, ...]:
+    """Wanted layouts by column, as the flat tuple that follows the call's arguments."""
+    wants, row = [], 0
+    for name in call.tensor_names:
+        value = call.arguments[name]
+        if isinstance(value, tuple) and value:
+            wants += [column[row] for column in columns]
+        elif isinstance(value, Layout):
+            wants.append(columns[0][row])
+        row += bool(value) if isinstance(value, tuple) else isinstance(value, Layout)
+    return tuple(wants)
+
+
+def _one_by_one(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The operator on single tensors at each index."""
+    name = op._schema.name.partition("_foreach_")[2]
+    single = getattr(aten, name)
+    count = max(len(arg) for arg in args if isinstance(arg, list | tuple))
+    names = {"scalars": "value", "scalar": "value"} if name.startswith("addc") else {}
+    outs = []
+    for i in range(count):
+        row = [arg[i] if isinstance(arg, list | tuple) else arg for arg in args]
+        words = {names.get(k, k): v[i] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
+        if name.startswith("addc") and len(row) == 4:
+            words["value"] = row.pop()
+        outs.append(single(*row, **words))
+    return None if name.endswith("_") else outs
+
+
+for _name in _POINTWISE.split():
+    rule(f"_foreach_{_name}", function=_foreach, zipped=True)
+
+
+def _norms(tools: Any, op: Any, tensors: Sequence[Any], order: float = 2, dtype: Any = None) -> list[Any]:
+    """The norms of many tensors with one reduction for all that are cut by the same axes."""
+    if order in (float("inf"), float("-inf"), 0):
+        return [aten.linalg_vector_norm.default(x, order, None, False, dtype=dtype) for x in tensors]
+    groups: dict[Layout, list[int]] = {}
+    powers: list[Any] = []
+    for i, x in enumerate(tensors):
+        layout = tools.layout(x).reduced()
+        x = tools.move(x, layout, "_foreach_norm")
+        local = tools.each(_power, layout.mesh, x, order, dtype)
+        pending = [(axis, "sum") for axis in layout.states]
+        out = Layout.of(layout.mesh, (), pending, dtype or layout.dtype)
+        powers.append(tools.wrap(local, out))
+        groups.setdefault(out, []).append(i)
+    norms: list[Any] = [None] * len(powers)
+    for layout, indices in groups.items():
+        stacked = aten.stack.default([powers[i] for i in indices])
+        whole = tools.move(stacked, tools.layout(stacked).reduced(), "_foreach_norm")
+        for i, norm in zip(indices, aten.unbind.int(aten.pow.Tensor_Scalar(whole, 1 / order)), strict=True):
+            norms[i] = norm
+    return norms
+
+
+def _power(x: Tensor, order: float, dtype: Any) -> Tensor:
+    return torch.linalg.vector_norm(x, order, dtype=dtype) ** order
+
+
+rule("_foreach_norm", program=_norms, zipped=True)
+
+
+def _fused(call: Call) -> Proposal:
+    """Every list is written as the parameters are cut; the step counts are 0-d."""
+    columns = list(_columns(call))
+    for parameter, *_ in columns:
+        if parameter.partials:
+            raise OperatorError(f"{call.name}: parameter {parameter} is pending a reduction; make it Replicate() first")
+    return Proposal(_flattened(call, [_aligned(call, column[0], column) for column in columns]), ())
+
+
+rule("_fused_adam _fused_adamw _fused_sgd _fused_adagrad", function=_fused, zipped=True)

@@ -1,0 +1,133 @@
+"""Losses. A mean divides by the global count, so it is exact on uneven shards.
+
+Classes may be cut: each rank then counts the targets among its own classes, and the rest is pending a sum; the logits stay where
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import Layout, whole
+from .notation import Call, Proposal
+from .piece import Piece
+from .table import rule
+
+NONE, MEAN, SUM = range(3)
+#: Stands for a target that is not to be counted here; no class has it, whatever `ignore_index` is.
+IGNORED = -100
+
+# ── element by element ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _local_call(call: Call, changed: dict[str, Any], first: Callable[[Tensor], Tensor] | None = None) -> Callable[..., Any]:
+    """The operator with some arguments replaced, however they were given, and its first one passed through a function."""
+    op, names = call.op, list(call.arguments)
+    at = [(names.index(name), name, value) for name, value in changed.items()]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        for position, name, value in at:
+            if position < len(given):
+                given[position] = value
+            else:
+                kwargs = {**kwargs, name: value}
+        if first is not None:
+            given[0] = first(given[0])
+        return op(*given, **kwargs)
+
+    return kernel
+
+
+def _count(wants: Sequence[Layout]) -> int:
+    return torch.broadcast_shapes(*(layout.shape for layout in wants)).numel()
+
+
+def _mean(call: Call, wants: Sequence[Layout]) -> Any:
+    """A local sum over the global count."""
+    if call["reduction"] != MEAN or not any(layout.states for layout in wants):
+        return None
+    count, total = _count(wants), _local_call(call, {"reduction": SUM})
+    return lambda *args, **kwargs: total(*args, **kwargs) / count
+
+
+def _mean_backward(call: Call, wants: Sequence[Layout]) -> Any:
+    """The gradient of a sum, of a gradient divided by the global count."""
+    if call["reduction"] != MEAN or not any(layout.states for layout in wants):
+        return None
+    count = _count(wants)
+    return _local_call(call, {"reduction": SUM}, lambda grad: grad / count)
+
+
+rule(
+    "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",
+    "..., ..., ..., ... -> ...",
+    kernel=_mean,
+)
+rule("mse_loss_backward", "..., ..., ... -> ...", linear=((0,), (1, 2)), kernel=_mean_backward)
+rule(
+    "smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward",
+    "..., ..., ..., ... -> ...",
+    linear=((0,),),
+    kernel=_mean_backward,
+)
+
+# ── by class ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _own_classes(logits: int) -> Callable[[Call, Sequence[Layout]], Any]:
+    """The operator on the targets among this rank's classes; `logits` is the position of the logits, the target follows."""
+
+    def make(call: Call, wants: Sequence[Layout]) -> Any:
+        layout = wants[logits]
+        dim = min(1, layout.ndim - 1)
+        if not layout.axes_of(dim):
+            return None
+        piece, ignored = Piece(layout, dim), call["ignore_index"]
+        local = _local_call(call, {"ignore_index": IGNORED})
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            given, numbers = piece.split(args)
+            target = given[logits + 1].long()
+            position, _ = piece.local(target, numbers, IGNORED)
+            given[logits + 1] = torch.where(target == ignored, IGNORED, position)
+            return local(*given, **kwargs)
+
+        return kernel, *piece.numbers
+
+    return make
+
+
+def _mean_by_weight(call: Call) -> Proposal | None:
+    """A mean over cut targets or classes is a program: sum and weight are reduced together, then divided."""
+    cut = any(layout.states for layout in call.tensors)
+    return Proposal((), (), program=_reduce_both) if cut and call["reduction"] == MEAN else None
+
+
+def _reduce_both(tools: Any, op: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    names = [argument.name for argument in op._schema.arguments]
+    total, weight = op(**{**dict(zip(names, args, strict=False)), **kwargs, "reduction": SUM})
+    layout = tools.layout(weight)
+    pair = layout.replace(dims=[[whole(2)]], stride=(1,))
+    both = tools.wrap(tools.each(_pair, layout.mesh, total, weight), pair)
+    reduced = tools.move(both, pair.reduced(), op._schema.name.replace("::", "."))
+    mean, weight = tools.each(_divide, layout.mesh, reduced)
+    return tools.wrap(mean, layout.reduced()), tools.wrap(weight, layout.reduced())
+
+
+def _pair(total: Tensor, weight: Tensor) -> Tensor:
+    return torch.stack((total, weight))
+
+
+def _divide(pair: Tensor) -> tuple[Tensor, Tensor]:
+    return pair[0] / pair[1], pair[1].clone()
+
+
+rule("nll_loss_forward", "n c, n, c -> n, ", kernel=_own_classes(0), function=_mean_by_weight)
+rule("nll_loss2d_forward", "n c h w, n h w, c -> n h w, ", kernel=_own_classes(0), function=_mean_by_weight)
+rule("nll_loss_backward", "n, n c, n, c,  -> n c", linear=((0,),), kernel=_own_classes(1))
+rule("nll_loss2d_backward", "n h w, n c h w, n h w, c,  -> n c h w", linear=((0,),), kernel=_own_classes(1))

@@ -1,0 +1,77 @@
+"""Piece: the part of one dim that a rank holds, for kernels that must know where it lies. Global index ↔ local position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import Layout, Number
+
+
+class Piece:
+    """One dim of a layout, as kernels see it.
+
+    `numbers` go into a kernel's extra arguments; there they are 0-d tensors of this rank's own, and go back into `local` and
+    `index`. Any dim will do: cut by several axes, unevenly, or by factors.
+    """
+
+    __slots__ = ("factors", "numbers", "size")
+
+    def __init__(self, layout: Layout, dim: int) -> None:
+        self.factors = layout.dims[dim]
+        self.size = math.prod(factor.size for factor in self.factors)
+        self.numbers = tuple(number for factor in self.factors for number in _numbers(layout, factor))
+
+    def split(self, args: Sequence[Any]) -> tuple[list[Any], list[Tensor]]:
+        """A kernel's positional arguments, and this rank's numbers, which come after them."""
+        count = len(args) - len(self.numbers)
+        return list(args[:count]), list(args[count:])
+
+    def local(self, index: Tensor, numbers: Sequence[Tensor], elsewhere: int = 0) -> tuple[Tensor, Tensor]:
+        """The position of each global index in this rank's piece, and which are in it.
+
+        `elsewhere` is given for an index that another rank holds, -1 for one that none does: operators then raise what they
+        raise on one device.
+        """
+        rest, position, step = index, torch.zeros_like(index), 1
+        mine = torch.ones_like(index, dtype=torch.bool)
+        for i in range(len(self.factors) - 1, -1, -1):
+            start, length = numbers[2 * i], numbers[2 * i + 1]
+            digit = (rest if i == 0 else rest % self.factors[i].size) - start
+            rest = rest // self.factors[i].size
+            mine = mine & (digit >= 0) & (digit < length)
+            position, step = position + digit * step, step * length
+        outside = torch.where((index < 0) | (index >= self.size), -1, elsewhere)
+        return torch.where(mine, position, outside), mine
+
+    def index(self, length: int, numbers: Sequence[Tensor]) -> Tensor:
+        """The global index of each of the `length` positions of this rank's piece."""
+        rest = torch.arange(length, device=numbers[0].device)
+        index, step = torch.zeros_like(rest), 1
+        for i in range(len(self.factors) - 1, -1, -1):
+            start, size = numbers[2 * i], numbers[2 * i + 1].clamp(min=1)
+            index = index + ((rest if i == 0 else rest % size) + start) * step
+            rest, step = rest // size, step * self.factors[i].size
+        return index
+
+
+def _numbers(layout: Layout, factor: Any) -> tuple[Number, Number]:
+    """Where this rank's interval of a factor starts, and how long it is."""
+    start = Number(lambda place: sum(factor.sizes[: layout.shard(factor, place)]))
+    return start, Number(lambda place: factor.sizes[layout.shard(factor, place)])
+
+
+def at_least_one(x: Tensor, dim: int) -> Tensor:
+    """`x`, or a row of zeros where it has none, so that there is something to look up."""
+    if x.shape[dim]:
+        return x
+    return x.new_zeros([1 if i == dim else n for i, n in enumerate(x.shape)])
+
+
+def keep(x: Tensor, mine: Tensor) -> Tensor:
+    """`x` where it is mine, else zero."""
+    return torch.where(mine, x, torch.zeros((), dtype=x.dtype, device=x.device))

@@ -1,0 +1,84 @@
+"""Samples for the rules of shardwise/rules/loss.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.laws import Sample, sample
+
+aten = torch.ops.aten
+
+NONE, MEAN, SUM = range(3)
+targets = torch.tensor([4, 0, -100, 2, 4])
+targets2d = torch.tensor([[[1, 0, 2]], [[2, 2, 1]], [[0, 1, 1]]])
+weights = torch.tensor([0.5, 1.0, 2.0, 1.5, 0.25])
+zero_to_one = torch.linspace(0.1, 0.9, 15).view(5, 3)
+signs = torch.tensor([[1.0, -1, 1], [-1, -1, 1], [1, 1, 1], [-1, 1, -1], [1, -1, -1]])
+
+
+def forward(op: Any, *inputs: Any, reductions: Iterable[int] = (MEAN, SUM, NONE), **words: Any) -> list[Sample]:
+    """One sample for each reduction; the first has the full set of inputs."""
+    return [sample(lambda *tensors, r=r: op(*tensors, reduction=r), *inputs, **words) for r in reductions]
+
+
+def backward(op: Any, *inputs: Any, **more: Any) -> list[Sample]:
+    """A mean with a scalar gradient, and no reduction with a gradient of full shape."""
+    return [
+        sample(lambda *tensors: op(*tensors, reduction=MEAN, **more), (), *inputs),
+        sample(lambda *tensors: op(*tensors, reduction=NONE, **more), (5, 3), *inputs),
+    ]
+
+
+def nll(op: Any, reduction: int, ignored: int = -100, weight: bool = True) -> Callable[..., Any]:
+    """A call of the forward, or of the backward with the target's weight after the rest."""
+
+    def call(*tensors: Tensor) -> Any:
+        if op in (aten.nll_loss_backward, aten.nll_loss2d_backward):
+            *tensors, total = tensors  # type: ignore[assignment]
+            return op(*tensors, *(() if weight else (None,)), reduction, ignored, total)
+        return op(*tensors, *(() if weight else (None,)), reduction, ignored)
+
+    return call
+
+
+total = torch.tensor(3.5)
+
+SAMPLES: dict[str, list[Sample]] = {
+    "aten.mse_loss": [*forward(aten.mse_loss, (5, 3), (5, 3)), *forward(aten.mse_loss, (5, 3), (3,), reductions=[MEAN])],
+    "aten.smooth_l1_loss": forward(aten.smooth_l1_loss, (5, 3), (5, 3)),
+    "aten.huber_loss": forward(aten.huber_loss, (5, 3), (5, 3)),
+    "aten.soft_margin_loss": forward(aten.soft_margin_loss, (5, 3), signs),
+    "aten.binary_cross_entropy": forward(aten.binary_cross_entropy, zero_to_one, zero_to_one.flip(0), (3,)),
+    "aten.binary_cross_entropy_with_logits": forward(
+        aten.binary_cross_entropy_with_logits, (5, 3), zero_to_one, (5, 1), (3,)
+    ),
+    "aten.mse_loss_backward": backward(aten.mse_loss_backward, (5, 3), (5, 3)),
+    "aten.smooth_l1_loss_backward": backward(aten.smooth_l1_loss_backward, (5, 3), (5, 3), beta=0.7),
+    "aten.huber_loss_backward": backward(aten.huber_loss_backward, (5, 3), (5, 3), delta=0.7),
+    "aten.soft_margin_loss_backward": backward(aten.soft_margin_loss_backward, (5, 3), signs),
+    "aten.binary_cross_entropy_backward": backward(
+        aten.binary_cross_entropy_backward, zero_to_one, zero_to_one.flip(0), (5, 3)
+    ),
+    "aten.nll_loss_forward": [
+        sample(nll(aten.nll_loss_forward, MEAN), (5, 5), targets, weights),
+        sample(nll(aten.nll_loss_forward, NONE), (5, 5), targets, weights),
+        sample(nll(aten.nll_loss_forward, MEAN, 2, weight=False), (5, 5), targets.abs() % 5),
+        sample(nll(aten.nll_loss_forward, SUM, weight=False), (3,), torch.tensor(2)),
+    ],
+    "aten.nll_loss_backward": [
+        sample(nll(aten.nll_loss_backward, MEAN), (), (5, 5), targets, weights, total),
+        sample(nll(aten.nll_loss_backward, NONE, 0, weight=False), (5,), (5, 5), targets.abs() % 5, total),
+    ],
+    "aten.nll_loss2d_forward": [
+        sample(nll(aten.nll_loss2d_forward, MEAN), (3, 3, 1, 3), targets2d, weights[:3]),
+        sample(nll(aten.nll_loss2d_forward, NONE, 1, weight=False), (3, 3, 1, 3), targets2d),
+    ],
+    "aten.nll_loss2d_backward": [
+        sample(nll(aten.nll_loss2d_backward, MEAN), (), (3, 3, 1, 3), targets2d, weights[:3], total),
+        sample(nll(aten.nll_loss2d_backward, NONE, 1, weight=False), (3, 1, 3), (3, 3, 1, 3), targets2d, total),
+    ],
+}
