@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 from . import cost
@@ -81,13 +82,14 @@ def _from_proposal(proposal: Proposal, call: Call) -> Decision:
 @dataclass(frozen=True, slots=True)
 class Bound:
     """A sentence with its letters bound: labels per tensor and per result, sizes per label, tensors linear together, labels
-    that cannot be cut."""
+    that cannot be cut, and which results are the same on every rank whatever is cut."""
 
     inputs: tuple[tuple[str | None, ...], ...]
     outputs: tuple[tuple[str | None, ...], ...]
     sizes: dict[str, int]
     linear: tuple[tuple[int, ...], ...]
     whole: frozenset[str]
+    same: tuple[bool, ...]
     floating: bool
     work: int
 
@@ -122,7 +124,8 @@ def _bind(rule: Rule, call: Call) -> Bound:
     for size in sizes.values():
         work *= size
     linear, uncut = tuple(_linear_sets(rule, call)), _whole(rule, call)
-    return Bound(inputs, outputs, sizes, linear, uncut, call.tensors[0].dtype.is_floating_point, work)
+    same = tuple(rule.outputs[min(i, last)].same for i in range(len(outputs)))
+    return Bound(inputs, outputs, sizes, linear, uncut, same, call.tensors[0].dtype.is_floating_point, work)
 
 
 def _whole(rule: Rule, call: Call) -> frozenset[str]:
@@ -204,12 +207,12 @@ def _cuts(rule: Rule, bound: Bound, have: tuple[State, ...]) -> Iterable[Candida
     for label in dict.fromkeys(found):
         if label is None or _is_whole(bound, label):
             continue
-        kept = [label in names for names in bound.outputs]
+        kept = [same or label in names for names, same in zip(bound.outputs, bound.same, strict=True)]
         if not all(kept) and rule.lost is None:
             continue
         wants = tuple(_want(label, i, bound, all(kept)) for i in range(len(have)))
-        results = tuple(names.index(label) if label in names else rule.lost for names in bound.outputs)
-        yield Candidate(wants, results, label)
+        results = (names.index(label) if label in names else rule.lost for names in bound.outputs)
+        yield Candidate(wants, _unless_same(bound, results), label)
 
 
 def _want(label: str, tensor: int, bound: Bound, kept: bool) -> State:
@@ -224,10 +227,14 @@ def _passes(rule: Rule, bound: Bound, have: tuple[State, ...]) -> Iterable[Candi
         if kind in ("sum", "avg"):
             for group in bound.linear:
                 wants = tuple(kind if i in group else None for i in range(len(have)))
-                yield Candidate(wants, (kind,) * len(bound.outputs))
+                yield Candidate(wants, _unless_same(bound, repeat(kind)))
         through = _through(rule.passes, kind, bound.floating)
         if through is not None:
-            yield Candidate((kind, *(None,) * (len(have) - 1)), (through,) * len(bound.outputs))
+            yield Candidate((kind, *(None,) * (len(have) - 1)), _unless_same(bound, repeat(through)))
+
+
+def _unless_same(bound: Bound, states: Iterable[State]) -> tuple[State, ...]:
+    return tuple(None if same else state for same, state in zip(bound.same, states, strict=False))
 
 
 def _through(passes: str | None, kind: str, floating: bool) -> str | None:

@@ -7,6 +7,7 @@ A sentence names the dims of each tensor argument, in the order of the operator'
     "...[dim] -> ..."            the dims that argument `dim` names are lost (kept with size 1 if the result has as many dims)
     "...[dim] -> ...[dim]"       … or kept
     "...[dim=s], t -> ...[dim=t]"   the dims that `dim` names go by a letter of their own, here s of the first argument
+    "n c -> n, ="                the second result is the same on every rank, whatever is cut
 
 A tensor with fewer dims than its letters has the last of them. An argument that is absent, None or a number is skipped.
 """
@@ -32,13 +33,14 @@ KernelMaker = Callable[["Call", Sequence[Layout]], Kernel | tuple[Any, ...] | No
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """One tensor of a sentence: the letters before and after the ellipsis, the argument that names special dims, and the
-    letter that these go by (none: `[]k`, k the dim)."""
+    letter that these go by (none: `[]k`, k the dim). `same`: a result that is the same on every rank."""
 
     before: tuple[str, ...]
     ellipsis: bool
     named: str | None
     after: tuple[str, ...]
     letter: str | None = None
+    same: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ def parse(text: str) -> tuple[tuple[Pattern, ...], tuple[Pattern, ...]]:
     """A sentence as patterns.
 
     >>> parse("m k, k n -> m n")[1]
-    (Pattern(before=('m', 'n'), ellipsis=False, named=None, after=(), letter=None),)
+    (Pattern(before=('m', 'n'), ellipsis=False, named=None, after=(), letter=None, same=False),)
     """
     sides = text.split("->")
     if len(sides) != 2:
@@ -163,6 +165,8 @@ def parse(text: str) -> tuple[tuple[Pattern, ...], tuple[Pattern, ...]]:
 def _pattern(part: str, text: str) -> Pattern:
     tokens, position = [], 0
     part = part.strip()
+    if part == "=":
+        return Pattern((), True, None, (), same=True)
     while position < len(part):
         match = _TOKEN.match(part, position)
         if match is None:

@@ -1,7 +1,7 @@
-"""Operators that work element by element, with broadcasting: every dim may be cut, so what is said here is what passes pending.
+"""Operators that work element by element, with broadcasting. Every dim may be cut; the words say what passes pending.
 
-A pending sum passes where the operator is additive. A pending max or min passes where it is increasing *everywhere* and gives nan
-for nan: not `log`, which gives nan for the candidates below 0, and not `sign`, which gives 0 for nan.
+A pending sum passes where the operator is additive. A pending max or min passes where it is increasing *everywhere* and
+gives nan for nan: not `log`, which gives nan for the candidates below 0, and not `sign`, which gives 0 for nan.
 """
 
 from __future__ import annotations
@@ -18,31 +18,35 @@ from .table import rule
 # ── nothing passes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 rule(
-    "abs acos acosh angle asin atanh bitwise_not celu cos cosh digamma elu erfinv frac frexp gelu hardshrink hardsigmoid hardswish "
-    "i0 isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 logical_not logit mish mvlgamma nan_to_num polygamma "
-    "reciprocal rsqrt sgn sign signbit silu sin sinc softplus softshrink special_airy_ai special_bessel_j0 special_bessel_j1 "
-    "special_bessel_y0 special_bessel_y1 special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr "
-    "special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri "
-    "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0 sqrt tan threshold",
+    "abs acos acosh angle asin atanh bitwise_not celu cos cosh digamma elu erfinv frac frexp gelu hardshrink "
+    "hardsigmoid hardswish i0 isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 logical_not logit "
+    "mish mvlgamma nan_to_num polygamma reciprocal rsqrt sgn sign signbit silu sin sinc softplus softshrink "
+    "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr "
+    "special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 "
+    "special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri "
+    "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0 sqrt tan "
+    "threshold",
     "... -> ...",
 )
 rule(
-    "__lshift__ __rshift__ __ilshift__ __irshift__ add.Scalar sub.Scalar rsub.Scalar atan2 bitwise_and bitwise_left_shift bitwise_or "
-    "bitwise_right_shift bitwise_xor clamp.Tensor clamp_max.Tensor clamp_min.Tensor copysign div.Tensor_mode div.Scalar_mode eq "
-    "floor_divide fmax fmin fmod gcd ge gt heaviside hypot igamma igammac lcm le logaddexp logaddexp2 logical_and logical_or "
-    "logical_xor lt masked_fill.Scalar maximum minimum ne nextafter polar pow remainder special_chebyshev_polynomial_t "
-    "special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_hermite_polynomial_h "
-    "special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t "
-    "special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w "
-    "special_xlog1py special_zeta xlogy _prelu_kernel",
+    "__lshift__ __rshift__ __ilshift__ __irshift__ add.Scalar sub.Scalar rsub.Scalar atan2 bitwise_and "
+    "bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor clamp.Tensor clamp_max.Tensor clamp_min.Tensor "
+    "copysign div.Tensor_mode div.Scalar_mode eq floor_divide fmax fmin fmod gcd ge gt heaviside hypot igamma igammac "
+    "lcm le logaddexp logaddexp2 logical_and logical_or logical_xor lt masked_fill.Scalar maximum minimum ne "
+    "nextafter polar pow remainder special_chebyshev_polynomial_t special_chebyshev_polynomial_u "
+    "special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_hermite_polynomial_h "
+    "special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p "
+    "special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u "
+    "special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_xlog1py special_zeta xlogy "
+    "_prelu_kernel",
     "..., ... -> ...",
 )
 
 # ── a pending max or min passes ───────────────────────────────────────────────────────────────────────────────────────
 
 rule(
-    "asinh atan ceil clamp.default clamp_max.default clamp_min.default erf exp exp2 expm1 floor hardtanh relu round sigmoid sinh tanh "
-    "trunc",
+    "asinh atan ceil clamp.default clamp_max.default clamp_min.default erf exp exp2 expm1 floor hardtanh relu round "
+    "sigmoid sinh tanh trunc",
     "... -> ...",
     passes="up",
 )
@@ -64,9 +68,10 @@ rule("where.self", "..., ..., ... -> ...", linear=((1, 2),))
 rule("masked_fill.Tensor", "..., ..., ... -> ...", linear=((0, 2),))
 # In the gradient, which comes first.
 rule(
-    "elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward "
-    "logit_backward mish_backward native_dropout_backward rrelu_with_noise_backward sigmoid_backward silu_backward softplus_backward "
-    "softshrink_backward tanh_backward threshold_backward _prelu_kernel_backward",
+    "elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward "
+    "leaky_relu_backward logit_backward mish_backward native_dropout_backward rrelu_with_noise_backward "
+    "sigmoid_backward silu_backward softplus_backward softshrink_backward tanh_backward threshold_backward "
+    "_prelu_kernel_backward",
     "..., ... -> ...",
     linear=((0,),),
 )
@@ -126,7 +131,7 @@ rule("copy", function=_copy)
 
 
 def _fill(call: Call) -> Proposal:
-    """The value is written on every rank; the old one is not read, so it need not be reduced unless it has to stay pending."""
+    """The value is written on every rank; the old one is not read, so nothing is reduced."""
     layout, one = call.tensors[0], call.results[0]
     wants: list[Layout] = [layout, *(value.replicated() for value in call.tensors[1:])]
     if call.written is not None:

@@ -39,7 +39,9 @@ def _in_place(name: str, first: Tensor, *rest: Any, numbers: tuple[Any, ...] = (
 
 SAMPLES: dict[str, list[Sample]] = {
     **_each("abs angle asin atanh cos cosh digamma erfinv frac frexp i0 lgamma log log10 log1p log2 logit mish", UNIT),
-    **_each("nan_to_num reciprocal rsqrt sinc special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0", UNIT),
+    **_each(
+        "nan_to_num reciprocal rsqrt sinc special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0", UNIT
+    ),
     **_each("special_bessel_y1 special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr", UNIT),
     **_each("special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_ndtri", UNIT),
     **_each("special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1", UNIT),
@@ -57,18 +59,20 @@ SAMPLES: dict[str, list[Sample]] = {
     **_each("minimum nextafter remainder special_xlog1py xlogy floor_divide", UNIT, ROW + 0.03),
     **_each("atan2 hypot igamma igammac logaddexp logaddexp2 polar pow special_zeta", ABOVE, COLUMN),
     **_each("heaviside logical_and logical_or logical_xor ldexp", SIGNED, ROW.new_tensor([0.0, 0.5, 0.0, 1.0])),
-    **_each("special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v", UNIT, COUNTS),
-    **_each("special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he", UNIT, COUNTS[:1]),
+    **_each("special_chebyshev_polynomial_t special_chebyshev_polynomial_u", UNIT, COUNTS),
+    **_each("special_hermite_polynomial_h special_hermite_polynomial_he", UNIT, COUNTS[:1]),
+    **_each("special_chebyshev_polynomial_v special_chebyshev_polynomial_w", UNIT, COUNTS[:, :1]),
+    **_each("special_laguerre_polynomial_l special_legendre_polynomial_p", UNIT, COUNTS[:1]),
     **_each("add.Tensor sub.Tensor rsub.Tensor mul div.Tensor", UNIT, COLUMN),
     **_each("complex", UNIT, UNIT.flip(0)),
     **_each("addcmul addcdiv", SIGNED[:, :3], COLUMN[:3], ROW),
     **_each("_prelu_kernel", SIGNED, ROW.new_tensor([0.1, 0.2, 0.3, 0.4])),
     **_each("_prelu_kernel_backward", WIDE, WIDE.flip(1), WIDE.flip(0)),
-    **_each("gelu_backward hardsigmoid_backward hardswish_backward mish_backward sigmoid_backward", SIGNED, SIGNED.flip(1)),
+    **_each(
+        "gelu_backward hardsigmoid_backward hardswish_backward mish_backward sigmoid_backward", SIGNED, SIGNED.flip(1)
+    ),
     **_each("silu_backward tanh_backward logit_backward", UNIT, UNIT.flip(0)),
 }
-for kind in ("special_laguerre_polynomial_l", "special_legendre_polynomial_p"):
-    SAMPLES[f"aten.{kind}"] = [sample(_op(kind), UNIT, COUNTS[:1])]
 for kind in "tuvw":
     name = f"special_shifted_chebyshev_polynomial_{kind}"
     SAMPLES[f"aten.{name}"] = [sample(_op(name), UNIT, COUNTS[:1], atol=1e-3, rtol=1e-3)]
@@ -87,7 +91,10 @@ SAMPLES |= {
     "aten.div.Scalar_mode": [sample(lambda x: aten.div.Scalar_mode(x, 0.3, rounding_mode="floor"), SIGNED)],
     "aten.clamp.default": [sample(lambda x: x.clamp(-0.5, 1), SIGNED), sample(lambda x: x.clamp(max=3), INTS)],
     "aten.clamp_max.default": [sample(lambda x: x.clamp_max(0.5), SIGNED)],
-    "aten.clamp_min.default": [sample(lambda x: x.clamp_min(0.5), SIGNED), _in_place("clamp_min_", UNIT, numbers=(0.4,))],
+    "aten.clamp_min.default": [
+        sample(lambda x: x.clamp_min(0.5), SIGNED),
+        _in_place("clamp_min_", UNIT, numbers=(0.4,)),
+    ],
     "aten.clamp.Tensor": [
         sample(lambda x, low, high: aten.clamp.Tensor(x, low, high), UNIT, ROW, COLUMN),
         sample(lambda x, high: aten.clamp.Tensor(x, None, high), UNIT, COLUMN),
@@ -97,7 +104,10 @@ SAMPLES |= {
         _in_place("masked_fill_", UNIT, BOOLS[:1], numbers=(2.0,)),
     ],
     "aten.masked_fill.Tensor": [sample(lambda x, m, v: x.masked_fill(m, v), UNIT, BOOLS, torch.tensor(2.5))],
-    "aten.where.self": [sample(torch.where, BOOLS, UNIT, ROW), sample(lambda m, x: torch.where(m, x, -1.5), BOOLS, COLUMN)],
+    "aten.where.self": [
+        sample(torch.where, BOOLS, UNIT, ROW),
+        sample(lambda m, x: torch.where(m, x, -1.5), BOOLS, COLUMN),
+    ],
     "aten.lerp": [
         sample(lambda x, y: torch.lerp(x, y, 0.3), UNIT, ROW),
         sample(torch.lerp, UNIT, UNIT.flip(0), COLUMN),
@@ -195,5 +205,5 @@ SAMPLES["aten.addcmul"] += [_in_place("addcmul_", UNIT, ROW, COLUMN)]
 SAMPLES["aten.addcdiv"] += [_in_place("addcdiv_", UNIT, ROW, COLUMN)]
 SAMPLES["aten.copysign"] += [sample(lambda x: torch.copysign(x, -1.0), SIGNED)]
 SAMPLES["aten.xlogy"] += [sample(lambda x: torch.xlogy(2.0, x), UNIT)]
-for name in "exp sqrt neg relu sigmoid tanh floor reciprocal rsqrt sin zero hardtanh hardswish silu".split():
+for name in ("exp", "sqrt", "neg", "relu", "sigmoid", "tanh", "floor", "rsqrt", "zero", "hardtanh", "silu"):
     SAMPLES[f"aten.{name}"] += [_in_place(f"{name}_", UNIT)]
