@@ -127,9 +127,7 @@ def say(text="", end="\n"):
 def progress(step, one_device, sharded):
     """A bar that moves on a terminal; a line now and then elsewhere."""
     filled = 30 * step // STEPS
-    line = (
-        f"step {step:3}/{STEPS} {'━' * filled}{'·' * (30 - filled)} one device {one_device:.4f}  sharded {sharded:.4f}"
-    )
+    line = f"step {step:3}/{STEPS} {'━' * filled}{'·' * (30 - filled)} one device {one_device:.4f}  sharded {sharded:.4f}"
     if sys.stdout.isatty():
         say(f"\r{line}", end="\n" if step == STEPS else "")
     elif step % 10 == 0:

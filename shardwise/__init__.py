@@ -1,13 +1,14 @@
 """Shardwise: distributed tensors that mean what one device means."""
 
-from . import rules as _rules
 from .comm import Bundle, communication, init_mesh, simulate, trace_comm
+from .factories import empty, full, ones, rand, randn, zeros
 from .layout import Layout
 from .layout import make_layout as layout
 from .memo import cache_clear, cache_info
 from .mesh import Mesh
 from .placement import Partial, Placement, Replicate, Shard
 from .plan import plan
+from .rules import rule
 from .tensor import DTensor, distribute_tensor
 
 __version__ = "0.1.0"
@@ -24,9 +25,16 @@ __all__ = [
     "cache_info",
     "communication",
     "distribute_tensor",
+    "empty",
+    "full",
     "init_mesh",
     "layout",
+    "ones",
     "plan",
+    "rand",
+    "randn",
+    "rule",
     "simulate",
     "trace_comm",
+    "zeros",
 ]

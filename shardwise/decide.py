@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
-from . import cost
+from .cost import PER_WORK, all_reduce, change
 from .layout import Dim, Layout, cut, whole
 from .rules.notation import Call, Kernel, Proposal, Result, Rule, additive, labels
 
@@ -71,9 +71,7 @@ def _from_proposal(proposal: Proposal, call: Call) -> Decision:
     moves = [(i, t, w) for i, (t, w) in enumerate(zip(call.tensors, proposal.wants, strict=True)) if t is not w]
     if call.written is not None and any(i == call.written for i, _, _ in moves):
         return Decision(copy_back=True)
-    return Decision(
-        tuple(moves), proposal.results, proposal.edits, proposal.call, proposal.kernel, proposal.extra
-    )
+    return Decision(tuple(moves), proposal.results, proposal.edits, proposal.call, proposal.kernel, proposal.extra)
 
 
 # ── binding a sentence to a call ──────────────────────────────────────────────────────────────────────────────────────
@@ -115,7 +113,9 @@ def _bind(rule: Rule, call: Call) -> Bound:
         tuple(
             label if size == sizes.get(label or "", size) else None
             for label, size in zip(
-                _output_labels(rule, call, rule.outputs[min(i, last)], named, len(result.shape)), result.shape, strict=True
+                _output_labels(rule, call, rule.outputs[min(i, last)], named, len(result.shape)),
+                result.shape,
+                strict=True,
             )
         )
         for i, result in enumerate(call.results)
@@ -134,7 +134,11 @@ def _whole(rule: Rule, call: Call) -> frozenset[str]:
     return frozenset(letter for letter, _, argument in words if not argument or call.arguments[argument])
 
 
-def _output_labels(rule: Rule, call: Call, pattern: Any, named: list[tuple[str, ...]], ndim: int) -> tuple[str | None, ...]:
+def _output_labels(
+    rule: Rule, call: Call, pattern: Any, named: list[tuple[str, ...]], ndim: int
+) -> tuple[str | None, ...]:
+    if pattern.same:
+        return (None,) * ndim
     if pattern.named is None and pattern.ellipsis and rule.inputs[0].named is not None:
         source = named[0]
         if ndim == len(source):
@@ -147,7 +151,9 @@ def _linear_sets(rule: Rule, call: Call) -> Iterable[tuple[int, ...]]:
     """The jointly linear sets as indices of tensors; a number in a set makes the operator affine in it, so it is dropped."""
     arguments = [call.arguments[name] for name in call.tensor_names]
     for group in rule.linear:
-        if not any(slot < len(call.slots) and call.slots[slot] is None and arguments[slot] is not None for slot in group):
+        if not any(
+            slot < len(call.slots) and call.slots[slot] is None and arguments[slot] is not None for slot in group
+        ):
             indices = tuple(i for slot in group if slot < len(call.slots) and (i := call.slots[slot]) is not None)
             if indices and additive([r.dtype for r in (*(call.tensors[i] for i in indices), *call.results)]):
                 yield indices
@@ -251,18 +257,20 @@ def _price(candidate: Candidate, call: Call, bound: Bound, have: tuple[State, ..
     seconds = 0.0
     for tensor, now, want in zip(call.tensors, have, candidate.wants, strict=True):
         if now != want:
-            seconds += cost.change(now, want, tensor.nbytes, ranks)
+            seconds += change(now, want, tensor.nbytes, ranks)
     for result, names, state in zip(call.results, bound.outputs, candidate.results, strict=True):
         if isinstance(state, str):
-            seconds += cost.all_reduce(_held(result, names, call, bound), ranks)
-    return seconds + bound.work * cost.PER_WORK / (1 if candidate.label is None else ranks)
+            seconds += all_reduce(_held(result, names, call, bound), ranks)
+    return seconds + bound.work * PER_WORK / (1 if candidate.label is None else ranks)
 
 
 def _held(result: Result, names: tuple[str | None, ...], call: Call, bound: Bound) -> int:
     """Bytes of a result on one rank, if it is cut as the tensors are now."""
     size = result.dtype.itemsize
     for label, n in zip(names, result.shape, strict=True):
-        size *= min((t.held(i.index(label)) for t, i in zip(call.tensors, bound.inputs, strict=True) if label in i), default=n)
+        size *= min(
+            (t.held(i.index(label)) for t, i in zip(call.tensors, bound.inputs, strict=True) if label in i), default=n
+        )
     return size
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import fallback
-from ._torch import make_wrapper, raw_call
+from ._torch import make_wrapper, no_dispatch, raw_call
 from .comm import door
 from .decide import Decision, decide
 from .errors import MeshError, OperatorError
+from .fallback import apart, choose, functional, functional_form, is_mixed, on_plain, writes_plain
 from .layout import Layout, Number, PerRank, make_layout
 from .memo import new_cache
 from .mesh import Mesh
@@ -28,7 +28,9 @@ from .signature import Signature, signature
 
 _decisions = new_cache("decisions", limit=8192)
 _known = _decisions.entries
-_PLAIN = frozenset((int, bool, type(None), str, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format))
+_PLAIN = frozenset(
+    (int, bool, type(None), str, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
 
 
 def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:
@@ -41,11 +43,12 @@ def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:
 class Operator:
     """An operator overload as dispatch sees it. Its place in a key is cheaper to hash than the overload's own."""
 
-    __slots__ = ("free", "func", "signature", "zipped")
+    __slots__ = ("free", "func", "reshapes", "signature", "zipped")
 
     def __init__(self, func: Any) -> None:
         self.func, self.signature = func, signature(func)
         self.free = self.signature.free
+        self.reshapes = torch.Tag.inplace_view in func.tags
         row = find(func)
         self.zipped = row is not None and row.zipped
 
@@ -204,10 +207,12 @@ def _local_on(cls: Any, tensor: Any, mesh: Mesh) -> tuple[Tensor, Layout]:
 def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same as `dispatch` for any arguments: plain tensors, lists, several meshes, first calls."""
     operator = _operator(func)
-    if operator.zipped and fallback.is_mixed(cls, args):
-        return fallback.apart(Tools(cls), func, args, kwargs)
-    if operator.signature.written and fallback.writes_plain(cls, func, args, kwargs):
-        return fallback.on_plain(Tools(cls), func, args, kwargs)
+    if operator.zipped and is_mixed(cls, args):
+        return apart(Tools(cls), func, args, kwargs)
+    if operator.reshapes:
+        return _reshape_in_place(cls, func, args, kwargs)
+    if operator.signature.written and writes_plain(cls, func, args, kwargs):
+        return on_plain(Tools(cls), func, args, kwargs)
     given = _Arguments(cls, func, args, kwargs)
     key = tuple(given.key)
     known = _known.get(key)
@@ -220,16 +225,29 @@ def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return _run(cls, func, args, kwargs, known, given)
 
 
+def _reshape_in_place(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """An operator that changes its argument's shape in place: the view takes the place of the tensor, and torch, told not to
+    dispatch, changes the sizes that the wrapper itself shows."""
+    form = functional_form(func)
+    if form is None:
+        raise OperatorError(f"{signature(func).name} changes the shape of {args[0]!r} in place; this is not supported")
+    out = form(*args, **kwargs)
+    with no_dispatch():
+        func(*args, **kwargs)
+    args[0]._local, args[0]._layout = out._local, out._layout
+    return args[0]
+
+
 def _decide(func: Any, facts: Signature, given: _Arguments) -> Decision:
     row = find(func)
     if row is None:
-        return Decision(program=fallback.choose(func, facts))
-    form = fallback.functional_form(func) if facts.written else None
+        return Decision(program=choose(func, facts))
+    form = functional_form(func) if facts.written else None
     borrowed = form is not None and find(form) is row
     if row.program is not None and not row.inputs and row.function is None:
         return Decision(copy_back=True) if borrowed else Decision(program=row.program)
     if facts.written and not facts.in_place and (row.function is None or borrowed):
-        return Decision(program=fallback.choose(func, facts))
+        return Decision(program=choose(func, facts))
     call = bind(func, facts, given)
     return decide(row, call)
 
@@ -289,7 +307,7 @@ def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: _Argu
     if decision.program is not None:
         return decision.program(Tools(cls), func, *args, **kwargs)
     if decision.copy_back:
-        return fallback.functional(Tools(cls), func, *args, **kwargs)
+        return functional(Tools(cls), func, *args, **kwargs)
     for index, have, want in decision.moves:
         holder, at = given.places[index]
         holder[at] = move(holder[at], have, want, known.signature.name)

@@ -271,6 +271,12 @@ class Layout:
         pending = ", ".join(f"{kind}@{axis}" for axis, kind in self.partials)
         return f"{_NAMES.get(self.dtype, str(self.dtype))}[{dims}{' | ' if pending else ''}{pending}]"
 
+    def __eq__(self, other: object) -> bool:
+        # torch's own Python code asks `x.layout == torch.strided` of every tensor (torch.norm does), and a DTensor is that.
+        return self is other or other is torch.strided
+
+    __hash__ = object.__hash__
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Layout.of, (self.mesh, self.dims, self.partials, self.dtype, self.stride)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from . import cost
+from .cost import LATENCY, PER_BYTE
 from .errors import LayoutError
 from .layout import Dim, Factor, Layout
 from .memo import memo
@@ -86,7 +86,7 @@ class Plan:
     @property
     def cost(self) -> float:
         """Estimated seconds."""
-        return sum(cost.LATENCY * s.communicates + s.bytes * cost.PER_BYTE for s in self.steps)
+        return sum(LATENCY * s.communicates + s.bytes * PER_BYTE for s in self.steps)
 
     def __str__(self) -> str:
         head = f"{self.have} → {self.want}: {self.collectives} collectives, {self.bytes} bytes received"

@@ -193,7 +193,9 @@ class DTensor(torch.Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         # An integer would select from a dim: a slice of one keeps the dim, and with it a view to write through.
         several = index if isinstance(index, tuple) else (index,)
-        if not any(type(i) is int for i in several) or not all(i is Ellipsis or type(i) in (int, slice) for i in several):
+        if not any(type(i) is int for i in several) or not all(
+            i is Ellipsis or type(i) in (int, slice) for i in several
+        ):
             super().__setitem__(index, value)
             return
         kept = tuple(slice(i, i + 1 or None) if type(i) is int else i for i in several)
@@ -298,7 +300,7 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, layout: Layout) -> Tensor:
         ctx.layout = layout
-        return x._local.view_as(x._local)
+        return x._local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -311,7 +313,7 @@ class _ToPlain(torch.autograd.Function):
         ctx.layout = x._layout
         if grad_placements is not None:
             ctx.layout = make_layout(x.shape, x.mesh, grad_placements, x.dtype)
-        return door(x.mesh).plain(x._local).view(x.shape)
+        return door(x.mesh).plain(x._local).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -341,9 +343,7 @@ def _placed(have: Layout, placements: tuple[Placement, ...]) -> Layout:
 
 
 @memo("from_local", limit=4096)
-def _assumed_layout(
-    local: Any, dtype: torch.dtype, mesh: Any, placements: Any, shape: Any, stride: Any
-) -> Layout:
+def _assumed_layout(local: Any, dtype: torch.dtype, mesh: Any, placements: Any, shape: Any, stride: Any) -> Layout:
     """The layout of equal pieces, or of the chunks of `shape`."""
     if isinstance(placements, Layout):
         return placements
@@ -352,7 +352,9 @@ def _assumed_layout(
         size = list(local)
         for axis, placement in zip(mesh.axes, placements, strict=False):
             if isinstance(placement, Shard) and -len(size) <= placement.dim < len(size):
-                size[placement.dim] = sum(placement.sizes) if placement.sizes else size[placement.dim] * mesh.shape[axis]
+                size[placement.dim] = (
+                    sum(placement.sizes) if placement.sizes else size[placement.dim] * mesh.shape[axis]
+                )
         shape = tuple(size)
     return make_layout(shape, mesh, placements, dtype, stride)
 
@@ -372,7 +374,9 @@ def _checked_layout(local: Tensor, mesh: Mesh, placements: Any, shape: Any, stri
     for place, have in enumerate(shapes):
         want = layout.local_shape(place)
         if tuple(have) != want:
-            raise LayoutError(f"from_local: rank {mesh.ranks[place]} gave {list(have)}, {layout} has {list(want)} there")
+            raise LayoutError(
+                f"from_local: rank {mesh.ranks[place]} gave {list(have)}, {layout} has {list(want)} there"
+            )
     return layout
 
 
@@ -417,5 +421,3 @@ def distribute_tensor(
 
 def _own(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
-
-

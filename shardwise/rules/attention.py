@@ -1,0 +1,204 @@
+"""Scaled dot product attention: batch and heads may be cut, and the queries of the CPU's operator where it is not causal.
+
+Keys with fewer heads than queries serve groups of them (`enable_gqa`): heads are then cut by whole groups. With dropout the
+operators draw random numbers of their own, so all runs whole on every rank, from one seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import Dim, Factor, Layout, cut, whole
+from ..random import next_seed
+from .notation import Call, Kernel, Pattern, Proposal, labels, parse
+from .table import rule
+
+Patterns = tuple[Pattern, ...]
+
+
+# ── kernels ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _checked(call: Call, wants: Sequence[Layout]) -> Kernel:
+    """The operators misread a last dim that is not contiguous, which a gathered one may be, and do not take a rank without
+    batch, heads or queries: what that gives is empty or zero."""
+    op = call.op
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        given = [_contiguous(x) for x in args]
+        named = {name: _contiguous(x) for name, x in kwargs.items()}
+        tensors = [x for x in given if isinstance(x, Tensor) and x.ndim == 4]
+        if all(x.numel() for x in tensors):
+            return op(*given, **named)
+        outs = op(*map(_without_data, given), **{name: _without_data(x) for name, x in named.items()})
+        return tuple(_zeros(out, tensors[0].device) for out in outs)
+
+    return kernel
+
+
+def _contiguous(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.ndim in (2, 4) and value.stride(-1) != 1:
+        return value.contiguous()
+    return value
+
+
+def _without_data(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def _zeros(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).zero_()
+
+
+def _with_dropout(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """All of it on every rank, from one seed."""
+    mesh, seed, name = tools.mesh(*args, *kwargs.values()), next_seed(), op._schema.name.replace("::", ".")
+
+    def spread(value: Any) -> Any:
+        return tools.local(tools.replicated(value, mesh, name)) if isinstance(value, Tensor) else value
+
+    named = list(kwargs)
+    given = [*map(spread, args), *(spread(kwargs[key]) for key in named)]
+    outs = tools.each(partial(_seeded, op, named, seed), mesh, *given)
+    return tuple(tools.wrap(out, _replicated(out, mesh)) if isinstance(out, Tensor) else out for out in outs)
+
+
+def _seeded(op: Any, named: list[str], seed: int, *values: Any) -> Any:
+    count = len(values) - len(named)
+    device = values[0].device
+    with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
+        torch.manual_seed(seed)
+        return op(*values[:count], **dict(zip(named, values[count:], strict=True)))
+
+
+def _replicated(local: Tensor, mesh: Any) -> Layout:
+    return Layout.of(mesh, [[whole(n)] for n in local.shape], (), local.dtype, local.stride())
+
+
+# ── groups of heads ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _by_group(inputs: Patterns, outputs: Patterns, call: Call) -> Proposal | None:
+    """Cut batch, or whole groups of query heads (h) with the key heads that serve them (g)."""
+    if call["dropout_p"]:
+        return None if call.name.endswith("backward") else Proposal((), (), program=_with_dropout)
+    query, heads, groups = call["query"], call["query"].shape[1], call["key"].shape[1]
+    if groups in (heads, 1):
+        return None
+    names: list[tuple[str, ...]] = [()] * len(call.tensors)
+    for slot, index in enumerate(call.slots):
+        if index is not None:
+            names[index] = labels(inputs[slot], call, call.tensors[index].ndim)
+    axes = _axes(call, names)
+    group = _groups(call, axes["h"])
+    dims = {"b": _batch(call, axes["b"]), "g": (group,), "h": (_times(group, heads // groups),)}
+    wants = tuple(
+        layout.replace(dims=_placed(layout.shape, letters, dims), partials=())
+        for layout, letters in zip(call.tensors, names, strict=True)
+    )
+    results = []
+    for pattern, result in zip(outputs, call.results, strict=False):
+        letters = () if pattern.same else labels(pattern, call, len(result.shape))
+        placed = _placed(result.shape, letters, dims)
+        results.append(Layout.of(query.mesh, placed, (), result.dtype, result.stride))
+    return Proposal(wants, tuple(results), kernel=_checked(call, wants))
+
+
+def _axes(call: Call, names: list[tuple[str, ...]]) -> dict[str, list[str]]:
+    """The axes that cut the batch and those that cut heads, in some tensor now; batch comes first."""
+    found: dict[str, list[str]] = {"b": [], "h": []}
+    for axis in call.tensors[0].mesh.axes:
+        states = [(t.states.get(axis), n) for t, n in zip(call.tensors, names, strict=True)]
+        letters = {n[state] for state, n in states if isinstance(state, int)}
+        if letters & {"b", "g", "h"}:
+            found["b" if "b" in letters else "h"].append(axis)
+    return found
+
+
+def _batch(call: Call, axes: list[str]) -> Dim:
+    query = call["query"]
+    return query.dims[0] if set(query.axes_of(0)) == set(axes) else (cut(query.shape[0], axes, query.mesh),)
+
+
+def _groups(call: Call, axes: list[str]) -> Factor:
+    key = call["key"]
+    if len(key.dims[1]) == 1 and set(key.axes_of(1)) == set(axes):
+        return key.dims[1][0]
+    return cut(key.shape[1], axes, key.mesh)
+
+
+def _times(factor: Factor, count: int) -> Factor:
+    return Factor(factor.size * count, factor.axes, tuple(size * count for size in factor.sizes))
+
+
+def _placed(shape: Sequence[int], letters: Sequence[str], dims: dict[str, Dim]) -> list[Dim]:
+    """Each dim as its letter is cut; whole where it has another size (1, in a mask)."""
+    placed: list[Dim] = [(whole(n),) for n in shape]
+    for i, letter in enumerate(letters):
+        if letter in dims and math.prod(factor.size for factor in dims[letter]) == shape[i]:
+            placed[i] = dims[letter]
+    return placed
+
+
+# ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _attention(name: str, text: str, **words: Any) -> None:
+    by_group = partial(_by_group, *parse(text.replace("b h s", "b g s")))
+    rule(name, text, kernel=_checked, function=by_group, static="dropout_p", **words)
+
+
+DROPPED = " b?dropout_p h?dropout_p l?dropout_p"
+QKV = "b h l e, b h s e, b h s f"
+
+_attention(
+    "_scaled_dot_product_flash_attention_for_cpu", f"{QKV}, b h l s -> b h l f, b h l", whole="e s f l?is_causal"
+)
+_attention(
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    f"b h l f, {QKV}, b h l f, b h l, b h l s -> b h l e, b h s e, b h s f",
+    whole="e s f l?is_causal",
+    linear=((0,),),
+)
+_attention("_scaled_dot_product_flash_attention", f"{QKV} -> b h l f, b h l, =, =, =", whole="e s f l")
+_attention(
+    "_scaled_dot_product_flash_attention_backward",
+    f"b h l f, {QKV}, b h l f, b h l, c, c, r, r -> b h l e, b h s e, b h s f",
+    whole="e s f l c r" + DROPPED,
+    linear=((0,),),
+)
+_attention("_scaled_dot_product_efficient_attention", f"{QKV}, b h l s -> b h l f, b h m, =, =", whole="e s f l m")
+_attention(
+    "_scaled_dot_product_efficient_attention_backward",
+    f"b h l f, {QKV}, b h l s, b h l f, b h m, r, r -> b h l e, b h s e, b h s f, b h l s",
+    whole="e s f l m r" + DROPPED,
+    linear=((0,),),
+)
+_attention(
+    "_scaled_dot_product_cudnn_attention", f"{QKV}, b h l s -> b h l f, b h l m, =, =, =", whole="e s f l m"
+)
+_attention(
+    "_scaled_dot_product_cudnn_attention_backward",
+    f"b h l f, {QKV}, b h l f, b h l m, r, r, b h l s, c, c -> b h l e, b h s e, b h s f",
+    whole="e s f l m c r" + DROPPED,
+    linear=((0,),),
+)
+_attention(
+    "_scaled_dot_product_fused_attention_overrideable",
+    f"{QKV}, b h l s -> b h l f, b h l, =, =, =",
+    whole="e s f l",
+)
+_attention(
+    "_scaled_dot_product_fused_attention_overrideable_backward",
+    f"b h l f, {QKV}, b h l s, b h l f, b h l, c, c, r, r -> b h l e, b h s e, b h s f, b h l s",
+    whole="e s f l c r" + DROPPED,
+    linear=((0,),),
+)
