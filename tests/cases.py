@@ -1,0 +1,195 @@
+"""Programs with known answers that run unchanged on simulated ranks and on processes. Each asserts on every rank.
+
+A case is a function without arguments; `RANKS` says on how many ranks it runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise import DTensor, Mesh, Replicate, Shard
+
+RANKS: dict[Callable[[], None], int] = {}
+
+
+def case(ranks: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def add(function: Callable[[], None]) -> Callable[[], None]:
+        RANKS[function] = ranks
+        return function
+
+    return add
+
+
+def values(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    """The global value, on every rank."""
+    whole = got.full_tensor() if isinstance(got, DTensor) else got
+    torch.testing.assert_close(whole, want, atol=1e-5, rtol=1e-5)
+
+
+def local_of(mesh: Mesh, pieces: list[Tensor]) -> Tensor:
+    """This rank's piece; in a simulated world the bundle of all."""
+    if mesh.world == "simulated":
+        return sw.Bundle(pieces)
+    return pieces[mesh.place(torch.distributed.get_rank())]
+
+
+@case(2)
+def mse_of_an_uneven_shard() -> None:
+    mesh = sw.init_mesh(dp=2)
+    x = sw.distribute_tensor(torch.tensor([[0.0], [0.0], [9.0]]), mesh, [Shard(0)]).requires_grad_()
+    loss = F.mse_loss(x, torch.zeros(3, 1))
+    loss.backward()
+    assert loss.item() == 27.0
+    same(x.grad, torch.tensor([[0.0], [0.0], [6.0]]))
+
+
+@case(2)
+def cumsum_over_a_cut_dim() -> None:
+    x = sw.ones(6, mesh=sw.init_mesh(dp=2), placements=[Shard(0)])
+    same(x.cumsum(-1), torch.arange(1.0, 7.0))
+
+
+@case(2)
+def item_of_a_sum() -> None:
+    x = sw.distribute_tensor(torch.arange(12.0), sw.init_mesh(dp=2), [Shard(0)])
+    assert x.sum().item() == 66.0 and float(x.mean()) == 5.5 and bool(x.sum() > 65) and x.numpy()[11] == 11.0
+    assert "66." in str(x.sum())
+
+
+@case(2)
+def linear_of_three_rows_on_two_ranks() -> None:
+    x, w = values(3, 4, 8), values(5, 8)
+    mesh = sw.init_mesh(dp=2)
+    got = F.linear(sw.distribute_tensor(x, mesh, [Shard(0)]), sw.distribute_tensor(w, mesh))
+    same(got, F.linear(x, w))
+    assert got.placements == (Shard(0),)
+
+
+@case(4)
+def view_of_an_uneven_dim() -> None:
+    x = values(6, 256)
+    with sw.communication("forbid"):
+        got = sw.distribute_tensor(x, sw.init_mesh(dp=4), [Shard(0)]).view(-1)
+    same(got, x.view(-1))
+
+
+@case(4)
+def flatten_and_back_of_a_dim_cut_twice() -> None:
+    x = values(2, 8, 4)
+    d = sw.distribute_tensor(x, sw.init_mesh(a=2, b=2), [Shard(1), Shard(1)])
+    with sw.communication("forbid"):
+        flat = d.view(16, 4)
+        back = flat.view(2, 8, 4)
+    same(flat, x.view(16, 4))
+    same(back, x)
+    assert back.layout is d.layout
+
+
+@case(8)
+def linear_on_three_axes() -> None:
+    x, w = values(4, 6, 8), values(10, 8)
+    mesh = sw.init_mesh(dp=2, cp=2, tp=2)
+    d = sw.distribute_tensor(x, mesh, {"dp": Shard(0), "cp": Shard(1)})
+    e = sw.distribute_tensor(w, mesh, {"tp": Shard(0)})
+    F.linear(d[:2], e)  # loads what torch loads on first use
+    start = time.perf_counter()
+    with sw.communication("forbid"):
+        got = F.linear(d, e)
+    seconds = time.perf_counter() - start
+    same(got, F.linear(x, w))
+    assert got.placements == (Shard(0), Shard(1), Shard(2)), got
+    assert seconds < 5, "a first call takes milliseconds (benchmarks/dispatch.py measures it), not seconds"
+
+
+@case(2)
+def a_plain_tensor_is_replicated() -> None:
+    x = values(8)
+    d = sw.distribute_tensor(x, sw.init_mesh(dp=2), [Shard(0)])
+    same(d * torch.arange(8.0), x * torch.arange(8.0))
+    same(torch.arange(8.0) * d, x * torch.arange(8.0))
+
+
+@case(4)
+def clip_grad_norm_over_sub_meshes() -> None:
+    mesh = sw.init_mesh(dp=2, tp=2)
+    dense = [nn.Parameter(values(4, 6) * (i + 1)) for i in range(4)]
+    homes = [(mesh["tp"], [Shard(0)]), (mesh["dp"], [Shard(1)]), (mesh, [Shard(0), Shard(1)])]
+    spread = [nn.Parameter(sw.distribute_tensor(p.data, on, how)) for p, (on, how) in zip(dense, homes, strict=False)]
+    spread.append(nn.Parameter(dense[3].data.clone()))
+    for p, q in zip(dense, spread, strict=True):
+        (p**3).sum().backward()
+        (q**3).sum().backward()
+    for foreach in (None, True):
+        want = nn.utils.clip_grad_norm_(dense, 1.0, foreach=foreach)
+        same(nn.utils.clip_grad_norm_(spread, 1.0, foreach=foreach), want)
+        for p, q in zip(dense, spread, strict=True):
+            same(q.grad, p.grad)
+    for parameters in (dense, spread):
+        torch.optim.AdamW(parameters, lr=0.1, foreach=True).step()
+    for p, q in zip(dense, spread, strict=True):
+        same(q.detach(), p.detach())
+
+
+@case(4)
+def from_local_of_four_widths() -> None:
+    x = values(3, 14)
+    mesh = sw.init_mesh(tp=4)
+    d = DTensor.from_local(local_of(mesh, list(x.split([2, 3, 4, 5], 1))), mesh, [Shard(1)])
+    assert d.shape == (3, 14)
+    same(d, x)
+    same(d @ values(14, 2), x @ values(14, 2))
+
+
+@case(4)
+def swap_of_two_axes() -> None:
+    x = values(4, 6)
+    d = sw.distribute_tensor(x, sw.init_mesh(a=2, b=2), [Shard(0), Shard(1)])
+    with sw.trace_comm() as log:
+        e = d.redistribute(placements=[Shard(1), Shard(0)])
+    same(e, x)
+    assert "all_gather" not in log.counts()
+
+
+@case(4)
+def a_small_gpt_trains_as_on_one_device() -> None:
+    mesh = sw.init_mesh(dp=2, tp=2)
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 11))
+    spread = nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 11))
+    spread.load_state_dict(dense.state_dict())
+    cuts = {"2.weight": 0, "2.bias": 0, "4.weight": 1, "0.weight": 0}
+    for name, p in list(spread.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        how = {"tp": Shard(cuts[name])} if name in cuts else {}
+        setattr(spread.get_submodule(owner), leaf, nn.Parameter(sw.distribute_tensor(p.data, mesh, how)))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, foreach=True) for m in (dense, spread)]
+    tokens = torch.randint(0, 11, (6, 5), generator=torch.Generator().manual_seed(1))
+    for _ in range(4):
+        losses = []
+        for model, optimizer in zip((dense, spread), optimizers, strict=True):
+            given = tokens if model is dense else sw.distribute_tensor(tokens, mesh, {"dp": Shard(0)})
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(given[:, :-1]).flatten(0, 1), given[:, 1:].flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        assert abs(losses[0] - losses[1]) <= 1e-5 * abs(losses[0]), losses
+    for p, q in zip(dense.parameters(), spread.parameters(), strict=True):
+        same(q.detach(), p.detach())
+    assert all(p.grad.layout is p.layout for p in spread.parameters())
+
+
+@case(2)
+def replicated_is_replicated() -> None:
+    assert sw.zeros(4, mesh=sw.init_mesh(dp=2)).placements == (Replicate(),)
