@@ -1,6 +1,7 @@
 """Shardwise: distributed tensors that mean what one device means."""
 
 from .comm import Bundle, communication, init_mesh, simulate, trace_comm
+from .errors import CommunicationError, LayoutError, MeshError, OperatorError, ShardwiseError, WorldError
 from .factories import empty, full, ones, rand, randn, zeros
 from .layout import Layout
 from .layout import make_layout as layout
@@ -14,13 +15,19 @@ from .tensor import DTensor, distribute_tensor
 __version__ = "0.1.0"
 __all__ = [
     "Bundle",
+    "CommunicationError",
     "DTensor",
     "Layout",
+    "LayoutError",
     "Mesh",
+    "MeshError",
+    "OperatorError",
     "Partial",
     "Placement",
     "Replicate",
     "Shard",
+    "ShardwiseError",
+    "WorldError",
     "cache_clear",
     "cache_info",
     "communication",

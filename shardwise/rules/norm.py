@@ -1,5 +1,5 @@
-"""Softmax and the norms: dims that are normalized over are whole in the fused operator; where they are cut, a program of smaller
-operators takes its place, which reduces the statistics only and never gathers the data."""
+"""Softmax and the norms. Dims that are normalized over are whole in the fused operator; where layers cut them, a program of
+smaller operators takes its place, which reduces statistics only and never gathers the data."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from .reduce import WIDER, cast, moments, reduced, widened
 from .table import rule
 
 aten = torch.ops.aten
+#: What the forward operators of the norms hand to their backward ones.
+STATS = ("mean", "rstd")
 
 
 # ── softmax ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -72,60 +74,169 @@ def _cut(layout: Layout, dims: range) -> bool:
     return any(layout.mesh.shape[axis] > 1 for d in dims for axis in layout.axes_of(d))
 
 
-def _stats_dtype(dtype: torch.dtype, layout: Layout) -> torch.dtype:
-    # Meta kernels give what the CPU gives; a GPU keeps the statistics of half precision in single precision.
-    return WIDER.get(dtype, dtype) if layout.device.type == "cuda" else dtype
-
-
-def _stats_dims(layout: Layout, batch: int) -> list[Dim]:
-    return [*layout.dims[:batch], *[(whole(1),)] * (layout.ndim - batch)]
-
-
-def _result(layout: Layout, dims: Any, result: Result, axes: Any = ()) -> Layout:
-    return Layout.of(layout.mesh, dims, [(axis, "sum") for axis in axes], result.dtype, result.stride)
+def _uncut(layout: Layout, dims: range) -> Layout:
+    return layout.reduced().without(axis for d in dims for axis in layout.axes_of(d))
 
 
 def _last_dims(call: Call, layout: Layout) -> range:
     return range(layout.ndim - len(call["normalized_shape"]), layout.ndim)
 
 
+def _result(layout: Layout, dims: Any, result: Result, axes: Any = ()) -> Layout:
+    return Layout.of(layout.mesh, dims, [(axis, "sum") for axis in axes], result.dtype, result.stride)
+
+
+def _stats_dims(layout: Layout, batch: int) -> list[Dim]:
+    return [*layout.dims[:batch], *[(whole(1),)] * (layout.ndim - batch)]
+
+
+def _stats_dtype(x: Any, weight: Any, device: str) -> torch.dtype:
+    """The dtype of mean and rstd, where meta kernels and real ones differ: that of the weight, or single precision."""
+    dtype: torch.dtype = x.dtype if weight is None else weight.dtype
+    return WIDER.get(dtype, dtype) if device == "cuda" else dtype
+
+
 def _norm(program: Kernel, call: Call) -> Proposal:
     """Any cut of the other dims serves; weight and bias are whole."""
-    layout = call["input"].reduced()
+    layout = call["input"]
     last = _last_dims(call, layout)
     if _cut(layout, last):
         return Proposal(call.tensors, (), program=program)
-    layout = layout.without(axis for d in last for axis in layout.axes_of(d))
+    layout = _uncut(layout, last)
+    dtype = _stats_dtype(layout, call["weight"], layout.device.type)
     out, *stats = call.results
-    wants = (layout, *(t.replicated() for t in call.tensors[1:]))
     results = [_result(layout, layout.dims, out)]
     for one in stats:
-        stat = _result(layout, _stats_dims(layout, last.start), one)
-        results.append(stat.replace(dtype=_stats_dtype(one.dtype, layout)))
-    return Proposal(wants, tuple(results))
+        results.append(_result(layout, _stats_dims(layout, last.start), one).replace(dtype=dtype))
+    return Proposal((layout, *(t.replicated() for t in call.tensors[1:])), tuple(results))
 
 
 def _norm_backward(program: Kernel, call: Call) -> Proposal:
-    """Weight and bias get a pending sum over the batch. A pending `grad_out` is reduced here, although the operator is linear in
-    it: one pending argument would become three pending results, and three collectives."""
-    grad, layout = call["grad_out"].reduced(), call["input"].reduced()
+    """Weight and bias get a pending sum over the batch. A pending `grad_out` is reduced here, although the operator is linear
+    in it: one pending argument would become three pending results, and three collectives."""
+    grad, layout = call["grad_out"], call["input"]
     last = _last_dims(call, layout)
     if _cut(layout, last) or _cut(grad, last):
         return Proposal(call.tensors, (), program=program)
-    layout = min(layout, grad, key=lambda one: one.nbytes)
-    dims = layout.without(axis for d in last for axis in layout.axes_of(d)).dims
-    stats = [call.arguments[name] for name in ("mean", "rstd") if name in call.arguments]
-    wants = []
-    for tensor in call.tensors:
-        if tensor.shape == layout.shape and len(wants) < 2:
-            wants.append(tensor.replace(dims=dims, partials=()))
-        elif tensor in stats and len(wants) < 2 + len(stats):
-            wants.append(tensor.replace(dims=_stats_dims(layout, last.start), partials=()))
-        else:
-            wants.append(tensor.replicated())
-    axes = [axis for dim in dims for factor in dim for axis in factor.axes]
+    layout = min(_uncut(layout, last), _uncut(grad, last), key=lambda one: one.nbytes)
+    placed: list[Any] = [layout.dims] * 2 + [_stats_dims(layout, last.start)] * sum(n in call.arguments for n in STATS)
+    wants = list(call.tensors)
+    for slot, index in enumerate(call.slots):
+        if index is not None:
+            dims = placed[slot] if slot < len(placed) else [(whole(n),) for n in wants[index].shape]
+            wants[index] = wants[index].replace(dims=dims, partials=())
     given = call["output_mask"][0]
-    results = [_result(layout, dims, call.results[0])] if given else []
+    results = [_result(layout, layout.dims, one) for one in call.results[:given]]
     for one in call.results[given:]:
-        results.append(_result(layout, [(whole(n),) for n in one.shape], one, axes))
+        results.append(_result(layout, [(whole(n),) for n in one.shape], one, layout.states))
     return Proposal(tuple(wants), tuple(results))
+
+
+def _scaled(x: Any, weight: Any, bias: Any = None) -> Any:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def _layer_norm(tools: Any, op: Any, x: Any, shape: list[int], weight: Any, *rest: Any) -> tuple[Any, Any, Any]:
+    bias, eps = rest
+    wide, dims = reduced(tools, widened(x)), list(range(x.ndim - len(shape), x.ndim))
+    mean, square = moments(tools, wide, dims)
+    rstd = torch.rsqrt(square / math.prod(shape) + eps)
+    out = _scaled((wide - mean) * rstd, weight, bias)
+    dtype = _stats_dtype(x, weight, x.device.type)
+    return cast(out, x.dtype), cast(mean, dtype), cast(rstd, dtype)
+
+
+def _rms_norm(tools: Any, op: Any, x: Any, shape: list[int], weight: Any, eps: float | None) -> tuple[Any, Any]:
+    wide, dims = reduced(tools, widened(x)), list(range(x.ndim - len(shape), x.ndim))
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    rstd = torch.rsqrt(aten.mean.dim(wide * wide, dims, True) + eps)
+    return cast(_scaled(wide * rstd, weight), x.dtype), rstd
+
+
+def _layer_norm_backward(tools: Any, op: Any, grad: Any, x: Any, shape: list[int], *rest: Any) -> tuple[Any, ...]:
+    mean, rstd, weight, bias, mask = rest
+    unit = (widened(x) - mean) * rstd
+    return _gradients(tools, grad, unit, rstd, (shape, weight, bias, mask, x.dtype))
+
+
+def _rms_norm_backward(tools: Any, op: Any, grad: Any, x: Any, shape: list[int], *rest: Any) -> tuple[Any, ...]:
+    rstd, weight, mask = rest
+    return _gradients(tools, grad, widened(x) * rstd, rstd, (shape, weight, None, mask, x.dtype))
+
+
+def _gradients(tools: Any, grad: Any, unit: Any, rstd: Any, call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The gradients of input, weight and (for three results) bias, from what left the norm before its weight."""
+    shape, weight, bias, mask, dtype = call
+    grad = reduced(tools, widened(grad))
+    batch = grad.ndim - len(shape)
+    over, dims, results = list(range(batch)), list(range(batch, grad.ndim)), [None] * len(mask)
+    if mask[0]:
+        scaled = _scaled(grad, weight)
+        rest = unit * aten.mean.dim(scaled * unit, dims, True)
+        if len(mask) > 2:  # the mean was taken off, so it gets nothing back
+            rest = rest + reduced(tools, aten.mean.dim(scaled, dims, True))
+        results[0] = cast((scaled - rest) * rstd, dtype)
+    if mask[1]:
+        results[1] = cast(_sum(grad * unit, over), weight.dtype)
+    if len(mask) > 2 and mask[2]:
+        results[2] = cast(_sum(grad, over), bias.dtype)
+    return tuple(results)
+
+
+def _sum(x: Any, dims: list[int]) -> Any:
+    return aten.sum.dim_IntList(x, dims) if dims else x
+
+
+rule("native_layer_norm", function=partial(_norm, _layer_norm))
+rule("native_layer_norm_backward", function=partial(_norm_backward, _layer_norm_backward))
+rule("_fused_rms_norm", function=partial(_norm, _rms_norm))
+rule("_fused_rms_norm_backward", function=partial(_norm_backward, _rms_norm_backward))
+
+
+# ── group norm: over the channels of a group and what comes after them ────────────────────────────────────────────────
+
+
+def _grouped(call: Call, layout: Layout) -> tuple[Layout, list[Dim]]:
+    """The layout wanted of the input, cut along the batch and between groups, and the dims of (batch, groups) with it."""
+    layout, each = _uncut(layout, range(2, layout.ndim)), call["C"] // call["group"]
+    if len(layout.dims[1]) > 1 or any(size % each or not size for size in layout.dims[1][0].sizes):
+        layout = _uncut(layout, range(1, 2))
+    channels = layout.dims[1][0]
+    groups = Factor(call["group"], channels.axes, tuple(size // each for size in channels.sizes))
+    return layout, [layout.dims[0], (groups,)]
+
+
+def _group_norm(call: Call) -> Proposal:
+    layout, stats = _grouped(call, call["input"])
+    scales = tuple(t.replace(dims=[layout.dims[1]], partials=()) for t in call.tensors[1:])
+    dtype = layout.dtype if layout.device.type == "cuda" else _stats_dtype(layout, call["weight"], "cpu")
+    out, *rest = call.results
+    results = [_result(layout, layout.dims, out), *(_result(layout, stats, one).replace(dtype=dtype) for one in rest)]
+    return Proposal((layout, *scales), tuple(results), kernel=_on_own_groups(call, 3))
+
+
+def _group_norm_backward(call: Call) -> Proposal:
+    layout, stats = _grouped(call, min(call["input"], call["grad_out"], key=lambda one: one.nbytes))
+    placed = [layout.dims, layout.dims, stats, stats, [layout.dims[1]]]
+    wants = [t.replace(dims=placed[i], partials=()) for i, t in enumerate(call.tensors)]
+    given = call["output_mask"][0]
+    results = [_result(layout, layout.dims, one) for one in call.results[:given]]
+    for one in call.results[given:]:
+        results.append(_result(layout, [layout.dims[1]], one, layout.axes_of(0)))
+    return Proposal(tuple(wants), tuple(results), kernel=_on_own_groups(call, 5))
+
+
+def _on_own_groups(call: Call, at: int) -> Kernel:
+    """The operator with the sizes, from argument `at` on, of the rank's own piece."""
+    each, op = call["C"] // call["group"], call.op
+
+    def run(x: Tensor, *rest: Any) -> Any:
+        count, channels = x.shape[:2]
+        return op(x, *rest[: at - 1], count, channels, rest[at + 1], channels // each, *rest[at + 3 :])
+
+    return run
+
+
+rule("native_group_norm", function=_group_norm)
+rule("native_group_norm_backward", function=_group_norm_backward)

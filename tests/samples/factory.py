@@ -15,9 +15,15 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten.ones_like": [sample(aten.ones_like, (5, 3))],
     "aten.full_like": [sample(lambda x: aten.full_like(x, 2.5), (5, 3))],
     "aten.new_empty": [sample(lambda x: aten.new_empty(x, [4, 2]).zero_(), (5, 3))],
-    "aten.new_zeros": [sample(lambda x: aten.new_zeros(x, [4, 2]), (5, 3))],
+    "aten.new_zeros": [
+        sample(lambda x: aten.new_zeros(x, [4, 2]), (5, 3)),
+        sample(lambda x: aten.new_zeros(x, [5, 3]), (5, 3)),
+    ],
     "aten.new_ones": [sample(lambda x: aten.new_ones(x, [4, 2]), (5, 3))],
     "aten.new_full": [sample(lambda x: aten.new_full(x, [4, 2], 3.0), (5, 3))],
-    "aten.new_empty_strided": [sample(lambda x: aten.new_empty_strided(x, [4, 2], [2, 1]).zero_(), (5, 3))],
+    "aten.new_empty_strided": [
+        sample(lambda x: aten.new_empty_strided(x, [4, 2], [2, 1]).zero_(), (5, 3)),
+        sample(lambda x: aten.new_empty_strided(x, [5, 3], [1, 5]).zero_(), (5, 3)),
+    ],
     "aten._local_scalar_dense": [sample(lambda x: round(aten._local_scalar_dense(x), 4), ()), sample(lambda x: round(x.item(), 4), (1, 1))],
 }

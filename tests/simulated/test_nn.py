@@ -82,3 +82,161 @@ def test_matmul(mesh: Mesh, shapes: tuple[tuple[int, ...], ...]) -> None:
 def test_einsum(mesh: Mesh, equation: str, shapes: tuple[tuple[int, ...], ...]) -> None:
     for placements in every(mesh, *(range(min(2, len(shape))) for shape in shapes)):
         check(lambda *t: torch.einsum(equation, *t), [randn(*shape) for shape in shapes], mesh, placements)
+
+
+# ── attention ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def attention_placements(mesh: Mesh) -> Iterator[list[tuple[Any, ...]]]:
+    """Query, key and value cut alike or not at all, on batch, heads and queries."""
+    for cuts in ((0, 0, 0), (1, 1, 1), (2, None, None), (None, 1, 1), (1, None, 0), (2, 2, 3)):
+        one = [R if d is None else Shard(d) for d in cuts]
+        if mesh.ndim == 1:
+            yield [(p,) for p in one]
+        else:
+            yield [(p, Shard(1)) for p in one]
+            yield [(Shard(0), p) for p in one]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("heads", [(3, 3), (6, 3), (4, 2), (3, 1)], ids=str)
+def test_attention(mesh: Mesh, causal: bool, heads: tuple[int, int]) -> None:
+    query, key, value = randn(2, heads[0], 3, 4), randn(2, heads[1], 5, 4), randn(2, heads[1], 5, 4) * 2
+    for placements in attention_placements(mesh):
+        check(
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads[0] != heads[1]),
+            (query, key, value),
+            mesh,
+            placements,
+        )
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 1, 3, 5), (1, 3, 1, 5)], ids=str)
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
+def test_masked_attention(mesh: Mesh, shape: tuple[int, ...], kind: torch.dtype) -> None:
+    mask = randn(*shape)
+    mask = mask > -0.8 if kind is torch.bool else mask
+    tensors = randn(2, 3, 3, 4), randn(2, 3, 5, 4), randn(2, 3, 5, 4) * 2
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, m)
+
+    for placements in attention_placements(mesh):
+        for own in (R, Shard(0), Shard(len(shape) - 2)):
+            check(attend, (*tensors, mask), mesh, [*placements, [own] * mesh.ndim])
+
+
+def test_attention_that_is_computed_from_its_parts(mesh: Mesh) -> None:
+    tensors = randn(2, 3, 3, 4), randn(2, 3, 5, 4), randn(2, 3, 5, 4)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        for placements in attention_placements(mesh):
+            check(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), tensors, mesh, placements)
+
+
+def test_attention_over_cut_heads_communicates_nothing(mesh: Mesh) -> None:
+    cut = [distributed(randn(2, 6, 3, 4), mesh, [Shard(1)] + [R] * (mesh.ndim - 1)) for _ in range(3)]
+    grouped = [cut[0], *(distributed(randn(2, 3, 3, 4), mesh, [Shard(1)] + [R] * (mesh.ndim - 1)) for _ in range(2))]
+    for x in (*cut, *grouped):
+        x.requires_grad_()
+    if mesh.axes == ("a",) and mesh.size == 3:
+        with sw.communication("forbid"):
+            F.scaled_dot_product_attention(*grouped, is_causal=True, enable_gqa=True).sum().backward()
+    with sw.trace_comm() as log:
+        F.scaled_dot_product_attention(*cut, is_causal=True).backward(cut[0].detach())
+    assert log.counts() == {}
+
+
+# ── embedding ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("words", [{}, {"padding_idx": 2}, {"scale_grad_by_freq": True}], ids=str)
+@pytest.mark.parametrize("indices", [torch.tensor(3), torch.tensor([[4, 0, 1], [2, 4, 4]])], ids=["0d", "2d"])
+def test_embedding(mesh: Mesh, words: dict[str, Any], indices: Tensor) -> None:
+    for placements in every(mesh, range(indices.ndim), (0, 1)):
+        check(lambda i, w: F.embedding(i, w, **words), (indices, randn(5, 3)), mesh, placements)
+
+
+def test_embedding_of_an_unknown_word_raises(mesh: Mesh) -> None:
+    table = distributed(randn(5, 3), mesh, [Shard(0)] * mesh.ndim)
+    for bad in (5, -1):
+        with pytest.raises(IndexError):
+            F.embedding(torch.tensor([0, bad]), table)
+
+
+def test_one_hot(mesh: Mesh) -> None:
+    words = torch.tensor([[4, 0, 1], [2, 4, 4]])
+    for placement in (R, Shard(0), Shard(1)):
+        equal(F.one_hot(distributed(words, mesh, [placement] * mesh.ndim), 5), F.one_hot(words, 5), f"{placement}")
+
+
+# ── losses ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TARGETS = torch.tensor([4, 0, -100, 2, 4])
+WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 1.5, 0.25])
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "smooth_l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "logits": F.binary_cross_entropy_with_logits,
+    "kl": F.kl_div,
+    "poisson": F.poisson_nll_loss,
+    "hinge": F.hinge_embedding_loss,
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cross_entropy(mesh: Mesh, reduction: str, smoothing: float, weighted: bool) -> None:
+    def loss(x: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+        return F.cross_entropy(x, target, weight, reduction=reduction, label_smoothing=smoothing)
+
+    tensors = [randn(5, 5), TARGETS, *([WEIGHTS] if weighted else [])]
+    for placements in every(mesh, (0, 1), (0,)):
+        placements += [(Shard(0), *[R] * (mesh.ndim - 1))] if weighted else []
+        check(lambda x, t, w=None: loss(x, t, w), tensors[:2] + tensors[2:], mesh, placements)
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 5, 2), (3, 5, 2, 1)], ids=str)
+def test_cross_entropy_of_more_dims(mesh: Mesh, shape: tuple[int, ...]) -> None:
+    dim = min(1, len(shape) - 1)
+    size = [n for i, n in enumerate(shape) if i != dim]
+    target = torch.arange(torch.Size(size).numel()).view(size) % 5
+    for placements in every(mesh, range(len(shape)), range(min(1, len(size)))):
+        check(lambda x, t: F.cross_entropy(x, t, ignore_index=1), (randn(*shape), target), mesh, placements)
+
+
+def test_cross_entropy_with_probabilities(mesh: Mesh) -> None:
+    for placements in every(mesh, (0, 1), (0, 1)):
+        check(F.cross_entropy, (randn(5, 3), randn(3, 5).T.softmax(1)), mesh, placements)
+
+
+def test_cross_entropy_leaves_cut_logits_where_they_are(mesh: Mesh) -> None:
+    logits = distributed(randn(64, 40), mesh, [Shard(1)] + [R] * (mesh.ndim - 1)).requires_grad_()
+    target = torch.arange(64) % 40
+    with sw.trace_comm() as log:
+        F.cross_entropy(logits, target, ignore_index=7).backward()
+    assert set(log.counts()) == {"all_reduce"} and log.fallbacks == []
+    assert max(record.bytes for record in log.records) < 64 * 40
+
+
+def test_a_target_out_of_range_raises(mesh: Mesh) -> None:
+    logits = distributed(randn(5, 5), mesh, [Shard(1)] * mesh.ndim)
+    for bad in (5, -1):
+        with pytest.raises(IndexError, match="out of bounds"):
+            F.nll_loss(logits, torch.tensor([0, 1, 2, 3, bad]))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(mesh: Mesh, name: str, reduction: str) -> None:
+    for placements in every(mesh, (0, 1), (0, 1)):
+        check(lambda x, y: LOSSES[name](x, y, reduction=reduction), (randn(5, 3), randn(3, 5).T.sigmoid()), mesh, placements)
+
+
+def test_a_mean_over_uneven_shards_counts_elements(mesh: Mesh) -> None:
+    x = distributed(torch.tensor([[0.0], [0.0], [9.0]]), mesh, [Shard(0)] * mesh.ndim).requires_grad_()
+    loss = F.mse_loss(x, torch.zeros(3, 1))
+    loss.backward()
+    assert loss.item() == 27 and x.grad.tolist() == [[0], [0], [6]]
