@@ -9,7 +9,6 @@ from .memo import cache_clear, cache_info
 from .mesh import Mesh
 from .placement import Partial, Placement, Replicate, Shard
 from .plan import plan
-from .rules import rule
 from .tensor import DTensor, distribute_tensor
 
 __version__ = "0.1.0"
@@ -40,7 +39,6 @@ __all__ = [
     "plan",
     "rand",
     "randn",
-    "rule",
     "simulate",
     "trace_comm",
     "zeros",

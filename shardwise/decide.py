@@ -8,7 +8,7 @@ pending value pass, or replicate.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
@@ -50,9 +50,11 @@ class Decision:
 
 def decide(rule: Rule, call: Call) -> Decision:
     """The cheapest way to run a call under its rule."""
-    proposal = rule.function(call) if rule.function is not None else None
-    if proposal is not None:
-        return _from_proposal(proposal, call)
+    found = rule.function(call) if rule.function is not None else None
+    if isinstance(found, Proposal):
+        return _from_proposal(found, call)
+    if found is not None:
+        rule, call = found, replace(call, slots=tuple(range(len(call.tensors))))
     bound = _bind(rule, call)
     if rule.program is not None and _needs_program(rule, bound, call):
         return Decision(copy_back=True) if call.written is not None else Decision(program=rule.program)
@@ -258,9 +260,10 @@ def _price(candidate: Candidate, call: Call, bound: Bound, have: tuple[State, ..
     for tensor, now, want in zip(call.tensors, have, candidate.wants, strict=True):
         if now != want:
             seconds += change(now, want, tensor.nbytes, ranks)
-    for result, names, state in zip(call.results, bound.outputs, candidate.results, strict=True):
-        if isinstance(state, str):
-            seconds += all_reduce(_held(result, names, call, bound), ranks)
+    triples = zip(call.results, bound.outputs, candidate.results, strict=True)
+    pending = [_held(result, names, call, bound) for result, names, state in triples if isinstance(state, str)]
+    if pending:  # results are reduced together where they are reduced at all
+        seconds += all_reduce(sum(pending), ranks)
     return seconds + bound.work * PER_WORK / (1 if candidate.label is None else ranks)
 
 

@@ -21,7 +21,8 @@ from .layout import Layout, Number, PerRank, make_layout
 from .memo import new_cache
 from .mesh import Mesh
 from .placement import Replicate
-from .redistribute import move
+from .plan import plan
+from .redistribute import check_moves, move, run
 from .rules.notation import Call, Result
 from .rules.table import find
 from .signature import Signature, signature
@@ -101,6 +102,8 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
         return tuple([wrap(cls, piece, layout) for piece, layout in zip(local, known.decision.results, strict=True)])
     self = make_wrapper(cls, mode.shape, mode.stride, dtype=mode.dtype, device=mode.device)
     self._local, self._layout = local, mode
+    if known.view and args[0].severed:
+        self.severed = True
     return self
 
 
@@ -111,12 +114,13 @@ class Known:
     of them does, True where the first argument is written to and given back; None: `_run` has to.
     """
 
-    __slots__ = ("call", "decision", "edits", "mesh", "mode", "per_rank", "signature")
+    __slots__ = ("call", "decision", "edits", "mesh", "mode", "per_rank", "signature", "view")
 
     def __init__(self, decision: Decision, func: Any, mesh: Mesh, positional: int) -> None:
         facts = signature(func)
         self.decision, self.signature, self.mesh = decision, facts, mesh
         self.call = decision.call or raw_call(func)
+        self.view = facts.view
         self.edits = tuple((facts.names.index(name), value) for name, value in decision.edits.items())
         self.per_rank = any(isinstance(value, PerRank) for value in decision.edits.values())
         self.mode: Layout | bool | None = None
@@ -285,7 +289,12 @@ def _slot(facts: Signature, name: str, given: _Arguments, order: Mapping[tuple[i
 def _on_one_device(func: Any, arguments: dict[str, Any]) -> tuple[Result, ...]:
     """Shapes, strides and dtypes of the results, from running the operator on tensors without data: also raises what the
     operator raises on one device, alike on every rank."""
-    outs = func(**{name: _without_data(value) for name, value in arguments.items()})
+    try:
+        outs = func(**{name: _without_data(value) for name, value in arguments.items()})
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        tensors = [v for a in arguments.values() for v in (a if isinstance(a, tuple) else (a,)) if isinstance(v, Layout)]
+        error.add_note(f"in {signature(func).name} on {', '.join(map(repr, tensors))}")
+        raise
     several = outs if isinstance(outs, list | tuple) else (outs,)
     flat = [t for out in several for t in (out if isinstance(out, list | tuple) else (out,))]
     return tuple(Result(tuple(t.shape), t.stride(), t.dtype) for t in flat if isinstance(t, Tensor))
@@ -308,21 +317,23 @@ def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: _Argu
         return decision.program(Tools(cls), func, *args, **kwargs)
     if decision.copy_back:
         return functional(Tools(cls), func, *args, **kwargs)
+    if decision.moves:
+        check_moves(decision.moves, given.layouts, facts.name)
     for index, have, want in decision.moves:
         holder, at = given.places[index]
-        holder[at] = move(holder[at], have, want, known.signature.name)
+        holder[at] = run(holder[at], plan(have, want), facts.name)
     for position, value in known.edits:
         if position < len(given.positional):
             given.positional[position] = value
         else:
             given.named[known.signature.names[position]] = value
-    run = decision.kernel or known.call
+    body = decision.kernel or known.call
     if decision.kernel is not None or known.per_rank:
         world = door(known.mesh)
         extra = [world.number(item, known.mesh) if isinstance(item, Number) else item for item in decision.extra]
-        local = world.each(_call, known.mesh, run, [*given.positional, *extra], given.named)
+        local = world.each(_call, known.mesh, body, [*given.positional, *extra], given.named)
     else:
-        local = run(*given.positional, **given.named)
+        local = body(*given.positional, **given.named)
     return _results(cls, local, known, args, kwargs)
 
 
@@ -356,7 +367,7 @@ def _results(cls: Any, local: Any, known: Known, args: tuple[Any, ...], kwargs: 
             if layout is None:
                 return value
             out = wrap(cls, value, layout)
-            if facts.view and known.decision.moves:
+            if known.view and (known.decision.moves or args[0].severed):
                 out.severed = True
             return out
         return type(value)(wrapped(item) for item in value) if isinstance(value, list | tuple) else value

@@ -37,7 +37,10 @@ def _composite(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _decompose(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    out = decompositions[func](*args, **kwargs)
+    try:
+        out = decompositions[func](*args, **kwargs)
+    except TypeError:  # some decompositions hand `x.layout` on as torch's layout, which a DTensor's is not
+        out = NotImplemented
     return gather(tools, func, *args, **kwargs) if out is NotImplemented else out
 
 

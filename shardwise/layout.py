@@ -278,10 +278,15 @@ class Layout:
     __hash__ = object.__hash__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Layout.of, (self.mesh, self.dims, self.partials, self.dtype, self.stride)
+        return restore_layout, (self.mesh, self.dims, self.partials, self.dtype, self.stride)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self
+
+
+def restore_layout(*parts: Any) -> Layout:
+    """The layout of the parts that a pickle holds (a function of its own: a pickle names it without `getattr`)."""
+    return Layout.of(*parts)
 
 
 _layouts: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()

@@ -6,7 +6,7 @@ One function per kind of step, all through the door. Kernels (`_pick`, `_pad`, �
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 
 import torch
@@ -20,15 +20,30 @@ from .plan import Plan, Step, plan
 IDENTITY = {"sum": 0, "product": 1, "bxor": 0}
 
 
-def move(local: Tensor, have: Layout, want: Layout, operator: str = "redistribute") -> Tensor:
-    """The local value of `want`, from that of `have`; `local` itself where nothing has to change."""
-    return local if have is want else run(local, plan(have, want), operator)
+def move(local: Tensor, have: Layout, want: Layout, operator: str = "") -> Tensor:
+    """The local value of `want`, from that of `have`; `local` itself where nothing has to change.
+
+    `operator` is on whose account this is; communication that the user asked for has none, and is not refused.
+    """
+    if have is want:
+        return local
+    steps = plan(have, want)
+    if operator and steps.collectives:
+        check(operator, steps.bytes, lambda: f"{have} → {want}")
+    return run(local, steps, operator or "redistribute")
+
+
+def check_moves(moves: Iterable[tuple[int, Layout, Layout]], inputs: Sequence[Layout], operator: str) -> None:
+    """Warn or raise, before any of an operator's moves, as `communication` was told."""
+    plans = [plan(have, want) for _, have, want in moves]
+    if any(steps.collectives for steps in plans):
+        shown = ", ".join(f"{steps.have} → {steps.want}" for steps in plans if steps.collectives)
+        takes = ", ".join(map(repr, inputs))
+        check(operator, sum(steps.bytes for steps in plans), lambda: f"it takes {takes} and needs {shown}")
 
 
 def run(local: Tensor, steps: Plan, operator: str) -> Tensor:
     """Run a plan's steps through the door."""
-    if steps.collectives:
-        check(operator, steps.bytes, lambda: f"{steps.have} → {steps.want}")
     world = door(steps.have.mesh, operator)
     for step in steps.steps:
         local = _RUN[step.kind](local, step, world)
@@ -93,7 +108,8 @@ def _stack(gathered: Tensor, ranks: int, order: tuple[int, ...] | None) -> Tenso
 def _merge(gathered: Tensor, ranks: int, dim: int, order: tuple[int, ...] | None) -> Tensor:
     if dim == 0 and order is None:
         return gathered
-    return _stack(gathered, ranks, order).movedim(0, dim).flatten(dim, dim + 1)
+    # A dim of size 1 lets `flatten` give a view with swapped strides, which kernels that expect contiguous memory misread.
+    return _stack(gathered, ranks, order).movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def _join(gathered: Tensor, dim: int, sizes: tuple[int, ...], order: tuple[int, ...] | None) -> Tensor:
@@ -144,7 +160,7 @@ def _to_parts(x: Tensor, ranks: int, dim: int) -> Tensor:
 
 def _from_parts(flat: Tensor, shape: tuple[int, ...], ranks: int, dim: int) -> Tensor:
     part = [*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]]
-    return flat.view(ranks, *part).movedim(0, dim).flatten(dim, dim + 1)
+    return flat.view(ranks, *part).movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def _take(x: Tensor, step: Step, world: Door) -> Tensor:

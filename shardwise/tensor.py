@@ -13,7 +13,7 @@ from ._torch import no_torch_function
 from .comm import door
 from .dispatch import dispatch, wrap
 from .errors import LayoutError, OperatorError
-from .layout import Factor, Layout, Placements, make_layout
+from .layout import Factor, Layout, Placements, make_layout, restore_layout
 from .memo import memo
 from .mesh import Mesh
 from .placement import Placement, Replicate, Shard
@@ -138,6 +138,9 @@ class DTensor(torch.Tensor):
     def __str__(self) -> str:
         return f"{self!r}\n{self.detach().full_tensor()}"
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec and not self.ndim else str(self)
+
     def tolist(self) -> Any:
         """The global value as Python numbers, on every rank."""
         return self.detach().full_tensor().tolist()
@@ -250,7 +253,7 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, parameter: bool
     return found
 
 
-torch.serialization.add_safe_globals([_rebuild, Layout.of, Mesh, Factor])
+torch.serialization.add_safe_globals([_rebuild, restore_layout, Mesh, Factor])
 
 
 def _align_grad(grad: Any, layout: Layout) -> Any:

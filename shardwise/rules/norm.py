@@ -188,10 +188,16 @@ def _sum(x: Any, dims: list[int]) -> Any:
     return aten.sum.dim_IntList(x, dims) if dims else x
 
 
+def _rms_norm_backward_or_program(call: Call) -> Proposal:
+    if call["input"].device.type == "cpu":  # which has no kernel for it
+        return Proposal(call.tensors, (), program=_rms_norm_backward)
+    return _norm_backward(_rms_norm_backward, call)
+
+
 rule("native_layer_norm", function=partial(_norm, _layer_norm))
 rule("native_layer_norm_backward", function=partial(_norm_backward, _layer_norm_backward))
 rule("_fused_rms_norm", function=partial(_norm, _rms_norm))
-rule("_fused_rms_norm_backward", function=partial(_norm_backward, _rms_norm_backward))
+rule("_fused_rms_norm_backward", function=_rms_norm_backward_or_program)
 
 
 # ── group norm: over the channels of a group and what comes after them ────────────────────────────────────────────────
@@ -228,12 +234,13 @@ def _group_norm_backward(call: Call) -> Proposal:
 
 
 def _on_own_groups(call: Call, at: int) -> Kernel:
-    """The operator with the sizes, from argument `at` on, of the rank's own piece."""
+    """The operator with the sizes, from argument `at` on, of the rank's own piece, which it wants contiguous."""
     each, op = call["C"] // call["group"], call.op
 
-    def run(x: Tensor, *rest: Any) -> Any:
-        count, channels = x.shape[:2]
-        return op(x, *rest[: at - 1], count, channels, rest[at + 1], channels // each, *rest[at + 3 :])
+    def run(*args: Any) -> Any:
+        tensors = [x.contiguous() if isinstance(x, Tensor) else x for x in args[:at]]
+        count, channels = tensors[0].shape[:2]
+        return op(*tensors, count, channels, args[at + 2], channels // each, *args[at + 4 :])
 
     return run
 

@@ -56,7 +56,8 @@ class Rule:
                  argument `causal` is true
     kernel       makes the local function where the operator itself will not do
     program      runs on DTensors, instead of the sentence, when a letter of `whole` is cut; always where there is no sentence
-    function     proposes layouts where a sentence cannot say it; where it gives None, the sentence holds
+    function     proposes layouts where a sentence cannot say it, or gives a rule for this one call, of which the inputs are
+                 all its tensors in order; where it gives None, the sentence holds
     zipped       its lists go element by element, so they may be split and run apart
     static/free  arguments that enter the key by value / by type only, against the default (see `keyed_by_value`)
     """
@@ -69,7 +70,7 @@ class Rule:
     whole: frozenset[str] = frozenset()
     kernel: KernelMaker | None = None
     program: Kernel | None = None
-    function: Callable[[Call], Proposal | None] | None = None
+    function: Callable[[Call], Proposal | Rule | None] | None = None
     zipped: bool = False
     static: frozenset[str] = frozenset()
     free: frozenset[str] = frozenset()

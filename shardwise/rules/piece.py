@@ -12,6 +12,10 @@ from torch import Tensor
 from ..layout import Layout, Number
 
 
+#: A position that no operator takes, neither counted from the front nor from the back.
+OUTSIDE = -(2**31)
+
+
 class Piece:
     """One dim of a layout, as kernels see it.
 
@@ -34,9 +38,18 @@ class Piece:
     def local(self, index: Tensor, numbers: Sequence[Tensor], elsewhere: int = 0) -> tuple[Tensor, Tensor]:
         """The position of each global index in this rank's piece, and which are in it.
 
-        `elsewhere` is given for an index that another rank holds, -1 for one that none does: operators then raise what they
-        raise on one device.
+        `elsewhere` is given for an index that another rank holds, `OUTSIDE` for one that none does: operators then raise what
+        they raise on one device.
         """
+        position = index - numbers[0]
+        mine = (position >= 0) & (position < numbers[1])
+        if len(self.factors) > 1:
+            position, mine = self._by_factor(index, numbers)
+        outside = torch.where((index < 0) | (index >= self.size), OUTSIDE, elsewhere)
+        return torch.where(mine, position, outside).to(index.dtype), mine
+
+    def _by_factor(self, index: Tensor, numbers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The same for a dim of several factors: an index is a number whose digits are positions in the factors."""
         rest, position, step = index, torch.zeros_like(index), 1
         mine = torch.ones_like(index, dtype=torch.bool)
         for i in range(len(self.factors) - 1, -1, -1):
@@ -45,8 +58,7 @@ class Piece:
             rest = rest // self.factors[i].size
             mine = mine & (digit >= 0) & (digit < length)
             position, step = position + digit * step, step * length
-        outside = torch.where((index < 0) | (index >= self.size), -1, elsewhere)
-        return torch.where(mine, position, outside), mine
+        return position, mine
 
     def index(self, length: int, numbers: Sequence[Tensor]) -> Tensor:
         """The global index of each of the `length` positions of this rank's piece."""
@@ -75,3 +87,8 @@ def at_least_one(x: Tensor, dim: int) -> Tensor:
 def keep(x: Tensor, mine: Tensor) -> Tensor:
     """`x` where it is mine, else zero."""
     return torch.where(mine, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def padded(x: Tensor, dim: int) -> Tensor:
+    """`x` with one row more, to be written to in place of rows that other ranks hold."""
+    return torch.cat([x, x.new_zeros([1 if i == dim else n for i, n in enumerate(x.shape)])], dim)
