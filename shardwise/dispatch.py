@@ -276,7 +276,7 @@ def bind(func: Any, facts: Signature, given: _Arguments) -> Call:
     order = {place: i for i, place in enumerate(by_place)}
     slots = tuple(_slot(facts, name, given, order) for name in facts.tensors)
     written = slots[0] if facts.in_place else None
-    results = _on_one_device(func, arguments)
+    results = _on_one_device(func, arguments) if facts.returns else ()
     return Call(func, facts.name, arguments, tuple(given.layouts), slots, results, facts.tensors, written)
 
 
@@ -292,6 +292,8 @@ def _on_one_device(func: Any, arguments: dict[str, Any]) -> tuple[Result, ...]:
     try:
         outs = func(**{name: _without_data(value) for name, value in arguments.items()})
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if isinstance(error, NotImplementedError) and torch.Tag.dynamic_output_shape in func.tags:
+            return ()  # shapes depend on values: a rule can only answer with a program
         tensors = [v for a in arguments.values() for v in (a if isinstance(a, tuple) else (a,)) if isinstance(v, Layout)]
         error.add_note(f"in {signature(func).name} on {', '.join(map(repr, tensors))}")
         raise
@@ -314,7 +316,7 @@ def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: _Argu
     if facts.written:
         _check_writes(cls, facts, args, kwargs)
     if decision.program is not None:
-        return decision.program(Tools(cls), func, *args, **kwargs)
+        return decision.program(Tools(cls, known.signature.name), func, *args, **kwargs)
     if decision.copy_back:
         return functional(Tools(cls), func, *args, **kwargs)
     if decision.moves:
@@ -382,10 +384,10 @@ def _results(cls: Any, local: Any, known: Known, args: tuple[Any, ...], kwargs: 
 class Tools:
     """What a program, which runs on DTensors in place of one operator, may use beside ordinary torch operators."""
 
-    __slots__ = ("cls",)
+    __slots__ = ("cls", "operator")
 
-    def __init__(self, cls: Any) -> None:
-        self.cls = cls
+    def __init__(self, cls: Any, operator: str = "") -> None:
+        self.cls, self.operator = cls, operator
 
     def is_distributed(self, value: Any) -> bool:
         """Whether a value is a DTensor."""
@@ -407,7 +409,7 @@ class Tools:
 
     def move(self, x: Any, layout: Layout, operator: str = "") -> Any:
         """The same tensor in another layout."""
-        return wrap(self.cls, move(x._local, x._layout, layout, operator), layout)
+        return wrap(self.cls, move(x._local, x._layout, layout, operator or self.operator), layout)
 
     def distribute(self, tensor: Tensor, layout: Layout) -> Any:
         """A plain tensor, equal on every rank, in a layout."""

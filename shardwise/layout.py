@@ -295,7 +295,7 @@ _layouts: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 def _build(content: tuple[Any, ...], shape: torch.Size) -> Layout:
     self = object.__new__(Layout)
     self.mesh, self.dims, self.partials, self.dtype, self.stride = content
-    self.shape, self.device = shape, torch.device(self.mesh.device)
+    self.shape, self.device = shape, _device(self.mesh.device)
     self.states = {axis: i for i, dim in enumerate(self.dims) for f in dim for axis in f.axes}
     self.even = all(min(f.sizes) == max(f.sizes) for dim in self.dims for f in dim)
     for axis, kind in self.partials:
@@ -309,6 +309,12 @@ def _build(content: tuple[Any, ...], shape: torch.Size) -> Layout:
             "only sum and avg mix. Redistribute one of the axes to Replicate() first"
         )
     return self
+
+
+def _device(kind: str) -> torch.device:
+    """This process's device of a kind; autograd refuses a CUDA device without its index."""
+    device = torch.device(kind)
+    return torch.device(kind, torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import schema
 from ..errors import OperatorError
 from ..layout import Layout
 from .notation import Call, Proposal
@@ -20,7 +21,7 @@ from .table import rule
 aten = torch.ops.aten
 
 _POINTWISE = (
-    "abs acos add addcdiv addcmul asin atan ceil clamp clamp_max clamp_min copy cos cosh div erf erfc exp expm1 floor frac lerp "
+    "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min copy cos cosh div erf erfc exp expm1 floor frac lerp "
     "lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan tanh "
     "trunc zero"
 )
@@ -35,8 +36,10 @@ def _columns(call: Call) -> Iterator[tuple[Layout, ...]]:
         yield tuple(item for item in column if isinstance(item, Layout))
 
 
-def _aligned(call: Call, lead: Layout, column: Sequence[Layout]) -> list[Layout]:
-    """The column with every tensor of the lead's shape cut as the lead, and all else replicated."""
+def _aligned(lead: Layout, column: Sequence[Layout]) -> list[Layout] | None:
+    """The column with every tensor cut as the lead and single numbers replicated; None where shapes broadcast otherwise."""
+    if any(t.shape != lead.shape and t.shape.numel() != 1 for t in column):
+        return None
     return [t.replace(dims=lead.dims, partials=()) if t.shape == lead.shape else t.replicated() for t in column]
 
 
@@ -48,11 +51,12 @@ def _foreach(call: Call) -> Proposal:
     wanted, results = [], []
     for i, column in enumerate(columns):
         lead = column[0] if in_place else max(column, key=lambda t: len(t.shape))
-        wanted.append(_aligned(call, lead, column))
+        aligned = _aligned(lead, column)
+        if aligned is None:
+            return Proposal((), (), program=_one_by_one)
+        wanted.append(aligned)
         if not in_place:
             one = call.results[i]
-            if tuple(lead.shape) != one.shape:
-                return Proposal((), (), program=_one_by_one)
             results.append(Layout.of(lead.mesh, lead.dims, (), one.dtype, one.stride))
     return Proposal(_flattened(call, wanted), tuple(results))
 
@@ -72,18 +76,20 @@ def _flattened(call: Call, columns: list[list[Layout]]) -> tuple[Layout, ...]:
 
 def _one_by_one(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     """The operator on single tensors at each index."""
-    name = op._schema.name.partition("_foreach_")[2]
-    single = getattr(aten, name)
+    name = schema(op).name.partition("_foreach_")[2]
+    in_place = name.endswith("_")
+    single = getattr(aten, name.rstrip("_"))
     count = max(len(arg) for arg in args if isinstance(arg, list | tuple))
-    names = {"scalars": "value", "scalar": "value"} if name.startswith("addc") else {}
     outs = []
     for i in range(count):
         row = [arg[i] if isinstance(arg, list | tuple) else arg for arg in args]
-        words = {names.get(k, k): v[i] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
-        if name.startswith("addc") and len(row) == 4:
+        words = {k: v[i] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
+        if name.startswith("addc") and len(row) == 4:  # the scalar is keyword-only in the single form
             words["value"] = row.pop()
         outs.append(single(*row, **words))
-    return None if name.endswith("_") else outs
+        if in_place:
+            aten.copy_.default(row[0], outs[-1])
+    return None if in_place else outs
 
 
 for _name in _POINTWISE.split():
@@ -121,12 +127,42 @@ rule("_foreach_norm", program=_norms, zipped=True)
 
 
 def _fused(call: Call) -> Proposal:
-    """Every list is written as the parameters are cut; the step counts are 0-d."""
-    columns = list(_columns(call))
-    for parameter, *_ in columns:
-        if parameter.partials:
-            raise OperatorError(f"{call.name}: parameter {parameter} is pending a reduction; make it Replicate() first")
-    return Proposal(_flattened(call, [_aligned(call, column[0], column) for column in columns]), ())
+    """Every list is written as the parameters are cut; the step counts are single numbers."""
+    wanted = []
+    for column in _columns(call):
+        if column[0].partials:
+            raise OperatorError(f"{call.name}: parameter {column[0]} is pending a reduction; make it Replicate() first")
+        aligned = _aligned(column[0], column)
+        if aligned is None:
+            raise OperatorError(f"{call.name}: the state of parameter {column[0]} has another shape: {column[1:]}")
+        wanted.append(aligned)
+    wants = _flattened(call, wanted)
+    if any(have is not want for have, want in zip(call.tensors, wants, strict=True)):
+        return Proposal((), (), program=_fused_after_moves)
+    return Proposal(wants, ())
+
+
+def _fused_after_moves(tools: Any, op: Any, params: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+    """Bring gradients and states to their parameter's layout, update, and copy what was brought back."""
+    moved: list[tuple[Any, Any]] = []
+
+    def brought(x: Any, parameter: Any) -> Any:
+        if not tools.is_distributed(x) or x.shape != parameter.shape:
+            return x
+        goal = tools.layout(x).replace(dims=tools.layout(parameter).dims, partials=())
+        if goal is tools.layout(x):
+            return x
+        moved.append((x, tools.move(x, goal, schema(op).name)))
+        return moved[-1][1]
+
+    def column(arg: Any) -> Any:
+        if not isinstance(arg, list | tuple):
+            return arg
+        return [brought(x, p) for x, p in zip(arg, params, strict=False)] if arg else []
+
+    op(params, *map(column, args), **kwargs)
+    for original, copy in moved:
+        original.copy_(copy)
 
 
 rule("_fused_adam _fused_adamw _fused_sgd _fused_adagrad", function=_fused, zipped=True)

@@ -95,10 +95,10 @@ rule("alias_copy clone detach_copy lift lift_fresh_copy zero", "... -> ...", pas
 def _to_copy(call: Call) -> Proposal:
     layout, one = call.tensors[0], call.results[0]
     device = call["device"]
-    if device is not None and device.type not in (layout.device.type, "meta"):
+    if device is not None and device.type != layout.device.type:
         raise OperatorError(
             f"{layout} cannot move to device {device}: a DTensor lives on its mesh's device, {layout.device}; "
-            "distribute it on a mesh of the other device"
+            "take its full_tensor() there, or distribute it on a mesh of that device"
         )
     if layout.dtype != one.dtype:
         kept = ("sum", "avg") if additive((layout.dtype, one.dtype)) else ()

@@ -39,12 +39,12 @@ def _scan(kind: str, tools: Any, op: Any, x: Any, dim: int, **words: Any) -> Any
     x = reduced(tools, x)
     layout, dim = tools.layout(x), dim % x.ndim
     if len(layout.dims[dim]) > 1:  # a shard is no one interval, so it has several totals
-        return op(tools.move(x, layout.without(layout.axes_of(dim)), op.name()), dim, **words)
+        return op(tools.move(x, layout.without(layout.axes_of(dim))), dim, **words)
     own = tools.each(_local_scan, layout.mesh, op, x, dim, words)
     dtype = own.dtype
     rows = _row_per_shard(layout, dim).replace(dtype=dtype, stride=None)
     totals = tools.wrap(tools.each(_last_row, layout.mesh, own, dim), rows)
-    every = tools.move(totals, rows.without(layout.axes_of(dim)), op.name())
+    every = tools.move(totals, rows.without(layout.axes_of(dim)))
     local = tools.each(_carried, layout.mesh, own, every, tools.offset(rows, dim), dim, kind)
     return tools.wrap(local, layout.replace(dtype=dtype, stride=None))
 

@@ -39,9 +39,7 @@ def _in_place(name: str, first: Tensor, *rest: Any, numbers: tuple[Any, ...] = (
 
 SAMPLES: dict[str, list[Sample]] = {
     **_each("abs angle asin atanh cos cosh digamma erfinv frac frexp i0 lgamma log log10 log1p log2 logit mish", UNIT),
-    **_each(
-        "nan_to_num reciprocal rsqrt sinc special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0", UNIT
-    ),
+    **_each("nan_to_num reciprocal rsqrt sinc special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0", UNIT),
     **_each("special_bessel_y1 special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr", UNIT),
     **_each("special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_ndtri", UNIT),
     **_each("special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1", UNIT),
@@ -68,9 +66,7 @@ SAMPLES: dict[str, list[Sample]] = {
     **_each("addcmul addcdiv", SIGNED[:, :3], COLUMN[:3], ROW),
     **_each("_prelu_kernel", SIGNED, ROW.new_tensor([0.1, 0.2, 0.3, 0.4])),
     **_each("_prelu_kernel_backward", WIDE, WIDE.flip(1), WIDE.flip(0)),
-    **_each(
-        "gelu_backward hardsigmoid_backward hardswish_backward mish_backward sigmoid_backward", SIGNED, SIGNED.flip(1)
-    ),
+    **_each("gelu_backward hardsigmoid_backward hardswish_backward mish_backward sigmoid_backward", SIGNED, SIGNED.flip(1)),
     **_each("silu_backward tanh_backward logit_backward", UNIT, UNIT.flip(0)),
 }
 for kind in "tuvw":
