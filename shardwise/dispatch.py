@@ -29,6 +29,7 @@ from .signature import Signature, signature
 
 _decisions = new_cache("decisions", limit=8192)
 _known = _decisions.entries
+_WHOLE = frozenset((int, bool))
 _PLAIN = frozenset(
     (int, bool, type(None), str, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
@@ -78,7 +79,7 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
         values.append(arg)
         if kind in _PLAIN:
             key.append(kind if position in free else arg)
-        elif kind is list and arg and type(arg[0]) is int:
+        elif kind is list and arg and type(arg[0]) in _WHOLE:
             key.append(tuple(arg))
         else:
             return _general(cls, func, args, kwargs or {})
@@ -162,6 +163,8 @@ class _Arguments:
             self.tensors.append(arg)
             self.layouts.append(layout)
             self.key.append(layout)
+        elif isinstance(arg, list | tuple) and arg and type(arg[0]) in _WHOLE:
+            self.key.append(tuple(arg))
         elif isinstance(arg, list | tuple):
             inner = holder[at] = list(arg)
             self.key.append(len(inner))
@@ -413,8 +416,10 @@ class Tools:
 
     def distribute(self, tensor: Tensor, layout: Layout) -> Any:
         """A plain tensor, equal on every rank, in a layout."""
-        whole = layout.replicated()
-        local = door(layout.mesh).replicate(tensor, layout.mesh)
+        world, whole = door(layout.mesh), layout.replicated()
+        local = world.replicate(tensor, layout.mesh)
+        if layout is whole:
+            local = world.each(torch.clone, layout.mesh, local)  # ranks of one process must not share what they write to
         return wrap(self.cls, move(local, whole, layout), layout)
 
     def replicated(self, x: Any, mesh: Mesh, operator: str = "") -> Any:

@@ -16,6 +16,7 @@ from .comm import check, door, note_fallback
 from .errors import OperatorError
 from .layout import make_layout
 from .placement import Replicate
+from .rules.chance import seeded
 from .signature import Signature, signature
 
 Program = Callable[..., Any]
@@ -27,7 +28,9 @@ def choose(func: Any, facts: Signature) -> Program:
         return _composite
     if facts.written and functional_form(func) is not None:
         return functional
-    if func in decompositions and torch.Tag.nondeterministic_seeded not in func.tags:
+    if torch.Tag.nondeterministic_seeded in func.tags and not facts.written:
+        return seeded
+    if func in decompositions:
         return _decompose
     return gather
 

@@ -35,11 +35,14 @@ def move(local: Tensor, have: Layout, want: Layout, operator: str = "") -> Tenso
 
 def check_moves(moves: Iterable[tuple[int, Layout, Layout]], inputs: Sequence[Layout], operator: str) -> None:
     """Warn or raise, before any of an operator's moves, as `communication` was told."""
-    plans = [plan(have, want) for _, have, want in moves]
-    if any(steps.collectives for steps in plans):
-        shown = ", ".join(f"{steps.have} → {steps.want}" for steps in plans if steps.collectives)
-        takes = ", ".join(map(repr, inputs))
-        check(operator, sum(steps.bytes for steps in plans), lambda: f"it takes {takes} and needs {shown}")
+    plans = [steps for _, have, want in moves if (steps := plan(have, want)).collectives]
+
+    def describe() -> str:
+        needed = ", ".join(f"{steps.have} → {steps.want}" for steps in plans)
+        return f"it takes {', '.join(map(repr, inputs))} and needs {needed}"
+
+    if plans:
+        check(operator, sum(steps.bytes for steps in plans), describe)
 
 
 def run(local: Tensor, steps: Plan, operator: str) -> Tensor:

@@ -1,6 +1,6 @@
 """The one table of rules. Importing this package fills it: one file per operator family."""
 
-from . import advanced, attention, embedding, factory, index, lists, loss, matmul, norm, pointwise, reduce, scan, views
+from . import advanced, attention, chance, embedding, factory, index, lists, loss, matmul, norm, pointwise, reduce, scan, views
 from .table import TABLE, find, rule
 
-__all__ = ["TABLE", "advanced", "attention", "embedding", "factory", "find", "index", "lists", "loss", "matmul", "norm", "pointwise", "reduce", "rule", "scan", "views"]
+__all__ = ["TABLE", "advanced", "attention", "chance", "embedding", "factory", "find", "index", "lists", "loss", "matmul", "norm", "pointwise", "reduce", "rule", "scan", "views"]

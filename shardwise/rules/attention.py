@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Dim, Factor, Layout, cut, whole
-from ..random import next_seed
+from .chance import seeded
 from .notation import Call, Kernel, Pattern, Proposal, labels, parse
 from .table import rule
 
@@ -58,38 +58,13 @@ def _zeros(value: Any, device: torch.device) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).zero_()
 
 
-def _with_dropout(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """All of it on every rank, from one seed."""
-    mesh, seed, name = tools.mesh(*args, *kwargs.values()), next_seed(), op._schema.name.replace("::", ".")
-
-    def spread(value: Any) -> Any:
-        return tools.local(tools.replicated(value, mesh, name)) if isinstance(value, Tensor) else value
-
-    named = list(kwargs)
-    given = [*map(spread, args), *(spread(kwargs[key]) for key in named)]
-    outs = tools.each(partial(_seeded, op, named, seed), mesh, *given)
-    return tuple(tools.wrap(out, _replicated(out, mesh)) if isinstance(out, Tensor) else out for out in outs)
-
-
-def _seeded(op: Any, named: list[str], seed: int, *values: Any) -> Any:
-    count = len(values) - len(named)
-    device = values[0].device
-    with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
-        torch.manual_seed(seed)
-        return op(*values[:count], **dict(zip(named, values[count:], strict=True)))
-
-
-def _replicated(local: Tensor, mesh: Any) -> Layout:
-    return Layout.of(mesh, [[whole(n)] for n in local.shape], (), local.dtype, local.stride())
-
-
 # ── groups of heads ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _by_group(inputs: Patterns, outputs: Patterns, call: Call) -> Proposal | None:
     """Cut batch, or whole groups of query heads (h) with the key heads that serve them (g)."""
     if call["dropout_p"]:
-        return None if call.name.endswith("backward") else Proposal((), (), program=_with_dropout)
+        return None if call.name.endswith("backward") else Proposal((), (), program=seeded)
     query, heads, groups = call["query"], call["query"].shape[1], call["key"].shape[1]
     if groups in (heads, 1):
         return None
