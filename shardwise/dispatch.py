@@ -7,17 +7,18 @@ On a known call the path is one tuple, one look-up, the local operator and one w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._torch import make_wrapper, no_dispatch, raw_call
+from ._torch import make_wrapper, no_dispatch, quick_call, raw_call
 from .comm import door
 from .decide import Decision, decide
 from .errors import MeshError, OperatorError
 from .fallback import apart, choose, functional, functional_form, is_mixed, on_plain, writes_plain
-from .layout import Layout, Number, PerRank, make_layout
+from .layout import Layout, Number, PerRank, contiguous_stride, make_layout
 from .memo import new_cache
 from .mesh import Mesh
 from .placement import Replicate
@@ -29,6 +30,7 @@ from .signature import Signature, signature
 
 _decisions = new_cache("decisions", limit=8192)
 _known = _decisions.entries
+_quick_calls = new_cache("calls", limit=4096)
 _WHOLE = frozenset((int, bool))
 _PLAIN = frozenset(
     (int, bool, type(None), str, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -45,11 +47,12 @@ def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:
 class Operator:
     """An operator overload as dispatch sees it. Its place in a key is cheaper to hash than the overload's own."""
 
-    __slots__ = ("free", "func", "reshapes", "signature", "zipped")
+    __slots__ = ("by_type", "free", "func", "reshapes", "signature", "zipped")
 
     def __init__(self, func: Any) -> None:
         self.func, self.signature = func, signature(func)
         self.free = self.signature.free
+        self.by_type = tuple(position in self.free for position in range(len(self.signature.names)))
         self.reshapes = torch.Tag.inplace_view in func.tags
         row = find(func)
         self.zipped = row is not None and row.zipped
@@ -68,17 +71,20 @@ def _operator(func: Any) -> Operator:
 def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Run an operator on DTensors (and what stands beside them)."""
     operator = _operators.get(id(func)) or _operator(func)
-    free = operator.free
-    key, values = [operator], []
-    for position, arg in enumerate(args):
+    by_type = operator.by_type
+    key, values, position = [operator], [], -1
+    for arg in args:
+        position += 1
         kind = type(arg)
         if kind is cls:
             key.append(arg._layout)
             values.append(arg._local)
             continue
         values.append(arg)
-        if kind in _PLAIN:
-            key.append(kind if position in free else arg)
+        if arg is None:
+            key.append(None)
+        elif kind in _PLAIN:
+            key.append(kind if by_type[position] else arg)
         elif kind is list and arg and type(arg[0]) in _WHOLE:
             key.append(tuple(arg))
         else:
@@ -88,51 +94,65 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
             if type(arg) not in _PLAIN:
                 return _general(cls, func, args, kwargs)
             key.append(name)
-            key.append(type(arg) if name in free else arg)
+            key.append(type(arg) if name in operator.free and arg is not None else arg)
     known = _known.get(tuple(key))
-    if known is None or known.mode is None:
+    if known is None or known.makers is None:
         return _general(cls, func, args, kwargs or {})
     _decisions.hits += 1
     for position, value in known.edits:
         values[position] = value
     local = known.call(*values, **kwargs) if kwargs else known.call(*values)
-    mode = known.mode
-    if mode is True:
+    make = known.maker
+    if make is not None:
+        self = make()
+        self._local, self._layout = local, known.layout
+        if known.view and args[0].severed:
+            self.severed = True
+        return self
+    if not known.makers:
         return args[0] if not args[0].severed else _refuse_write(known.signature, args[0])
-    if mode is False:
-        return tuple([wrap(cls, piece, layout) for piece, layout in zip(local, known.decision.results, strict=True)])
-    self = make_wrapper(cls, mode.shape, mode.stride, dtype=mode.dtype, device=mode.device)
-    self._local, self._layout = local, mode
-    if known.view and args[0].severed:
-        self.severed = True
-    return self
+    outs = []
+    for (make, layout), piece in zip(known.makers, local):  # noqa: B905  `strict` costs as much as an attribute of a wrapper
+        self = make()
+        self._local, self._layout = piece, layout
+        outs.append(self)
+    return tuple(outs)
 
 
 class Known:
     """A decision, prepared for running.
 
-    `mode` tells how `dispatch` may run it by itself: the result's layout where one new tensor comes out, False where a tuple
-    of them does, True where the first argument is written to and given back; None: `_run` has to.
+    `makers` tells how `dispatch` may run it by itself: a constructor and a layout for each new tensor, none where the first
+    argument is written to and given back; None: `_run` has to. `maker` and `layout` are those of a single result.
     """
 
-    __slots__ = ("call", "decision", "edits", "mesh", "mode", "per_rank", "signature", "view")
+    __slots__ = ("call", "decision", "edits", "layout", "maker", "makers", "mesh", "per_rank", "signature", "view")
 
-    def __init__(self, decision: Decision, func: Any, mesh: Mesh, positional: int) -> None:
+    def __init__(self, cls: Any, decision: Decision, func: Any, mesh: Mesh, positional: int) -> None:
         facts = signature(func)
         self.decision, self.signature, self.mesh = decision, facts, mesh
         self.call = decision.call or raw_call(func)
         self.view = facts.view
         self.edits = tuple((facts.names.index(name), value) for name, value in decision.edits.items())
         self.per_rank = any(isinstance(value, PerRank) for value in decision.edits.values())
-        self.mode: Layout | bool | None = None
-        simple = not self.per_rank and all(position < positional for position, _ in self.edits)
-        if simple and decision.simple and None not in decision.results:
-            if facts.in_place and facts.returns:
-                self.mode = True
-            elif not facts.written and len(facts.returns) == 1 and len(decision.results) == 1 and not facts.lists:
-                self.mode = decision.results[0]
-            elif not facts.written and len(facts.returns) == len(decision.results) > 1:
-                self.mode = False
+        self.makers = self._makers(cls, positional)
+        self.maker, self.layout = self.makers[0] if self.makers and len(self.makers) == 1 else (None, None)
+
+    def _makers(self, cls: Any, positional: int) -> tuple[tuple[Any, Layout], ...] | None:
+        decision, facts = self.decision, self.signature
+        if self.per_rank or not decision.simple or not all(position < positional for position, _ in self.edits):
+            return None
+        if facts.in_place and facts.returns:
+            return ()
+        if facts.written or facts.lists or len(facts.returns) != len(decision.results) or None in decision.results:
+            return None
+        return tuple((_maker(cls, layout), layout) for layout in decision.results if layout is not None) or None
+
+
+def _maker(cls: Any, layout: Layout) -> Any:
+    """Makes a wrapper that shows the sizes of a layout; quicker where torch may work the strides out."""
+    strides = {} if layout.stride == contiguous_stride(layout.shape) else {"strides": layout.stride}
+    return partial(make_wrapper, cls, layout.shape, **strides, dtype=layout.dtype, device=layout.device)
 
 
 class _Arguments:
@@ -171,7 +191,7 @@ class _Arguments:
             for i, item in enumerate(arg):
                 self._add(cls, inner, i, item, free, mesh)
         else:
-            self.key.append(type(arg) if free else arg)
+            self.key.append(type(arg) if free and arg is not None else arg)
 
 
 def _mesh(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mesh:
@@ -225,11 +245,32 @@ def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     known = _known.get(key)
     if known is None:
         decision = _decide(func, signature(func), given)
-        known = Known(decision, func, given.layouts[0].mesh, len(args))
+        known = Known(cls, decision, func, given.layouts[0].mesh, len(args))
+        if known.makers is not None and decision.call is None:
+            known.call = _quick(func, given)
         _decisions.put(key, known)
     else:
         _decisions.hits += 1
     return _run(cls, func, args, kwargs, known, given)
+
+
+def _quick(func: Any, given: _Arguments) -> Any:
+    """The quickest call of an operator for arguments of these kinds, found once for all layouts of as many dims."""
+    layouts = iter(given.layouts)
+    places = {(id(holder), at): next(layouts) for holder, at in given.places}
+    args = [places.get((id(given.positional), i), value) for i, value in enumerate(given.positional)]
+    named = {name: places.get((id(given.named), name), value) for name, value in given.named.items()}
+    kinds = (func, *(_kind(value) for value in (*args, *named.values())), *named)
+    found = _quick_calls.entries.get(kinds)
+    if found is None:
+        meta = {name: _without_data(value) for name, value in named.items()}
+        found = quick_call(func, [_without_data(value) for value in args], meta)
+        _quick_calls.put(kinds, found)
+    return found
+
+
+def _kind(value: Any) -> Any:
+    return (value.ndim, value.dtype) if isinstance(value, Layout) else type(value)
 
 
 def _reshape_in_place(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:

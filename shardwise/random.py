@@ -96,9 +96,7 @@ def next_seed(generator: Generator | None = None) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def sample(
-    shape: Sequence[int], dtype: torch.dtype, device: Any, fill: Fill, generator: Generator | None = None
-) -> Tensor:
+def sample(shape: Sequence[int], dtype: torch.dtype, device: Any, fill: Fill, generator: Generator | None = None) -> Tensor:
     """A plain tensor that is the same on every rank, filled by `fill(tensor, generator)`."""
     own = Generator(device).manual_seed(next_seed(generator))
     out = torch.empty(tuple(shape), dtype=dtype, device=device)

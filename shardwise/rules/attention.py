@@ -88,13 +88,14 @@ def _by_group(inputs: Patterns, outputs: Patterns, call: Call) -> Proposal | Non
 
 
 def _axes(call: Call, names: list[tuple[str, ...]]) -> dict[str, list[str]]:
-    """The axes that cut the batch and those that cut heads, in some tensor now; batch comes first."""
+    """The axes that cut the batch and those that cut heads: as the query has it now, else the key, else any other tensor."""
     found: dict[str, list[str]] = {"b": [], "h": []}
+    first = (call["query"], call["key"])
+    order = sorted(zip(call.tensors, names, strict=True), key=lambda item: item[0] not in first)
     for axis in call.tensors[0].mesh.axes:
-        states = [(t.states.get(axis), n) for t, n in zip(call.tensors, names, strict=True)]
-        letters = {n[state] for state, n in states if isinstance(state, int)}
-        if letters & {"b", "g", "h"}:
-            found["b" if "b" in letters else "h"].append(axis)
+        letters = [n[state] for t, n in order if isinstance(state := t.states.get(axis), int) and n[state] in "bgh"]
+        if letters:
+            found["b" if letters[0] == "b" else "h"].append(axis)
     return found
 
 
@@ -134,9 +135,7 @@ def _attention(name: str, text: str, **words: Any) -> None:
 DROPPED = " b?dropout_p h?dropout_p l?dropout_p"
 QKV = "b h l e, b h s e, b h s f"
 
-_attention(
-    "_scaled_dot_product_flash_attention_for_cpu", f"{QKV}, b h l s -> b h l f, b h l", whole="e s f l?is_causal"
-)
+_attention("_scaled_dot_product_flash_attention_for_cpu", f"{QKV}, b h l s -> b h l f, b h l", whole="e s f l?is_causal")
 _attention(
     "_scaled_dot_product_flash_attention_for_cpu_backward",
     f"b h l f, {QKV}, b h l f, b h l, b h l s -> b h l e, b h s e, b h s f",
@@ -157,9 +156,7 @@ _attention(
     whole="e s f l m r" + DROPPED,
     linear=((0,),),
 )
-_attention(
-    "_scaled_dot_product_cudnn_attention", f"{QKV}, b h l s -> b h l f, b h l m, =, =, =", whole="e s f l m"
-)
+_attention("_scaled_dot_product_cudnn_attention", f"{QKV}, b h l s -> b h l f, b h l m, =, =, =", whole="e s f l m")
 _attention(
     "_scaled_dot_product_cudnn_attention_backward",
     f"b h l f, {QKV}, b h l f, b h l m, r, r, b h l s, c, c -> b h l e, b h s e, b h s f",

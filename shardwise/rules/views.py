@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import raw_call
 from ..layout import Dim, Factor, Layout, PerRank, canonical, cut, whole
 from ..mesh import Mesh
 from .notation import Call, Proposal
 from .table import rule
 
 aten = torch.ops.aten
-_raw_view = raw_call(aten.view.default)
 
 
 def local_sizes(layout: Layout) -> list[int] | PerRank:
@@ -60,9 +58,9 @@ def _view(call: Call) -> Proposal:
 def view_or_copy(x: Tensor, size: list[int], *rest: Any) -> Tensor:
     """A view; a copy where the local memory is laid out otherwise than the global one would be."""
     try:
-        return _raw_view(x, size)
+        return torch.Tensor.view(x, size)
     except RuntimeError:
-        return _raw_view(x.contiguous(), size)
+        return torch.Tensor.view(x.contiguous(), size)
 
 
 def reshape(layout: Layout, shape: Sequence[int]) -> list[Dim]:

@@ -1,4 +1,7 @@
-"""Samples for the rules of shardwise/rules/attention.py. The operators of CUDA are checked in tests/gpu."""
+"""Samples for the rules of shardwise/rules/attention.py.
+
+The operators of CUDA do not run here: tests/simulated/test_attention.py checks their shapes, tests/gpu their values.
+"""
 
 from __future__ import annotations
 
@@ -44,3 +47,5 @@ SAMPLES: dict[str, list[Sample]] = {
         sample(partial(gradients, False), (1, 4, 2, 2), (1, 4, 2, 2), (1, 1, 5, 2), (1, 1, 5, 2)),
     ],
 }
+ON_CUDA = ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable")
+SAMPLES |= {f"aten._scaled_dot_product_{name}{end}": [] for name in ON_CUDA for end in ("", "_backward")}

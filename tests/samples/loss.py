@@ -53,9 +53,7 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten.huber_loss": forward(aten.huber_loss, (5, 3), (5, 3)),
     "aten.soft_margin_loss": forward(aten.soft_margin_loss, (5, 3), signs),
     "aten.binary_cross_entropy": forward(aten.binary_cross_entropy, zero_to_one, zero_to_one.flip(0), (3,)),
-    "aten.binary_cross_entropy_with_logits": forward(
-        aten.binary_cross_entropy_with_logits, (5, 3), zero_to_one, (5, 1), (3,)
-    ),
+    "aten.binary_cross_entropy_with_logits": forward(aten.binary_cross_entropy_with_logits, (5, 3), zero_to_one, (5, 1), (3,)),
     "aten.mse_loss_backward": backward(aten.mse_loss_backward, (5, 3), (5, 3)),
     "aten.smooth_l1_loss_backward": backward(aten.smooth_l1_loss_backward, (5, 3), (5, 3), beta=0.7),
     "aten.huber_loss_backward": backward(aten.huber_loss_backward, (5, 3), (5, 3), delta=0.7),

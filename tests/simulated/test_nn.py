@@ -37,7 +37,9 @@ def every(mesh: Mesh, *dims: Sequence[int]) -> Iterator[list[tuple[Any, ...]]]:
                 yield list(zip(first, second, strict=True))
 
 
-def check(function: Callable[..., Tensor], tensors: Sequence[Tensor], mesh: Mesh, placements: Sequence[Any], leaves: int = 9) -> None:
+def check(
+    function: Callable[..., Tensor], tensors: Sequence[Tensor], mesh: Mesh, placements: Sequence[Any], leaves: int = 9
+) -> None:
     """Value and gradients of the first `leaves` tensors, for a random cotangent."""
     wanted = [i < leaves and t.is_floating_point() for i, t in enumerate(tensors)]
     dense = [t.clone().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
@@ -245,3 +247,97 @@ def test_a_mean_over_uneven_shards_counts_elements(mesh: Mesh) -> None:
     loss = F.mse_loss(x, torch.zeros(3, 1))
     loss.backward()
     assert loss.item() == 27 and x.grad.tolist() == [[0], [0], [6]]
+
+
+# ── indexing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ROWS = torch.tensor([[3, 0], [0, 4], [2, 2]])
+INDEXING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gather": lambda x, i: x.gather(0, i),
+    "index_select": lambda x, i: x.index_select(0, i[:, 0]),
+    "rows": lambda x, i: x[i],
+    "elements": lambda x, i: x[i, i // 3],
+    "columns": lambda x, i: x[:, i // 3],
+    "mask": lambda x, i: x[x > 0],
+    "take": lambda x, i: x.take(i),
+    "take_along": lambda x, i: x.take_along_dim(i, 0),
+    "scatter": lambda x, i: torch.zeros_like(x).scatter(0, i[:2], x[:2]),
+    "scatter_add": lambda x, i: torch.ones_like(x).scatter_add(0, i, x[:3]),
+    "scatter_reduce": lambda x, i: torch.ones_like(x).scatter_reduce(0, i[:1], x, "prod"),
+    "index_add": lambda x, i: torch.ones_like(x).index_add(0, i[:, 0], x[:3]),
+    "index_copy": lambda x, i: torch.ones_like(x).index_copy(0, i[1], x[:2]),
+    "index_put": lambda x, i: torch.ones_like(x).index_put((i[:, 1],), x[1:4], accumulate=True),
+    "masked_select": lambda x, i: x.masked_select(x > 0),
+    "masked_fill": lambda x, i: x.masked_fill(x > 0, 2.0),
+    "tril": lambda x, i: x.tril(-1),
+    "slice": lambda x, i: x[1:4:2],
+    "narrow": lambda x, i: x.narrow(0, 2, 3),
+    "select": lambda x, i: x[-2] * x[:, 1].sum(),
+    "max": lambda x, i: x.max(0).values,
+    "sort": lambda x, i: x.sort(0).values,
+}
+
+
+@pytest.mark.parametrize("name", INDEXING)
+def test_indexing(mesh: Mesh, name: str) -> None:
+    for placements in every(mesh, (0, 1), (0, 1)):
+        check(INDEXING[name], (randn(5, 2), ROWS), mesh, placements)
+
+
+def test_writing_by_index(mesh: Mesh) -> None:
+    for placement in (R, Shard(0), Shard(1)):
+        dense, x = randn(5, 3), distributed(randn(5, 3), mesh, [placement] * mesh.ndim)
+        for t in (dense, x):
+            t[torch.tensor([0, -1])] = 7
+            t[t < -0.5] = 0
+            t[:, torch.tensor([True, False, True])] *= 2
+            t[torch.tensor([1, 2]), 1:] += torch.ones(2)
+        equal(x, dense, f"{placement}")
+
+
+def test_looking_up_in_a_large_cut_table_moves_what_is_found(mesh: Mesh) -> None:
+    table = distributed(randn(3000, 8), mesh, [Shard(0)] + [R] * (mesh.ndim - 1))
+    rows = torch.tensor([1, 2999, 1500])
+    for find in (lambda: table[rows], lambda: table.index_select(0, rows), lambda: F.embedding(rows, table)):
+        with sw.trace_comm() as log:
+            assert find().full_tensor().shape == (3, 8)
+        assert log.counts() == {"all_reduce": 1} and log.bytes <= 2 * 3 * 8 * 4
+
+
+# ── dropout ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_dropout_is_the_same_on_every_mesh_and_layout(mesh: Mesh) -> None:
+    whole = sw.init_mesh(a=1)
+    torch.manual_seed(3)
+    want = F.dropout(distributed(torch.ones(40, 30), whole, [R]), 0.3).full_tensor()
+    assert set(want.unique().tolist()) == {0.0, want.max().item()} and abs((want > 0).float().mean() - 0.7) < 0.05
+    for placement in (R, Shard(0), Shard(1)):
+        torch.manual_seed(3)
+        got = F.dropout(distributed(torch.ones(40, 30), mesh, [placement] * mesh.ndim), 0.3)
+        equal(got, want, f"{placement}")
+
+
+def test_gradient_of_dropout(mesh: Mesh) -> None:
+    x = distributed(torch.ones(7, 5), mesh, [Shard(0)] * mesh.ndim).requires_grad_()
+    out = F.dropout(x, 0.5)
+    out.sum().backward()
+    equal(x.grad, out.detach().full_tensor(), "dropout of ones")
+
+
+def test_checkpoint_draws_the_same_numbers_again(mesh: Mesh) -> None:
+    x = distributed(torch.ones(7, 5), mesh, [Shard(0)] * mesh.ndim).requires_grad_()
+
+    def twice(x: DTensor) -> Any:
+        return F.dropout(F.dropout(x, 0.5) * 2, 0.3)
+
+    out = torch.utils.checkpoint.checkpoint(twice, x, use_reentrant=False)
+    out.sum().backward()
+    equal(x.grad, out.detach().full_tensor(), "dropout of ones")
+
+
+def test_attention_with_dropout_keeps_its_mean(mesh: Mesh) -> None:
+    tensors = [distributed(randn(2, 3, 5, 4), mesh, [Shard(1)] * mesh.ndim) for _ in range(2)]
+    ones = distributed(torch.ones(2, 3, 5, 4), mesh, [Shard(1)] * mesh.ndim)
+    got = torch.stack([F.scaled_dot_product_attention(*tensors, ones, dropout_p=0.2).mean() for _ in range(20)])
+    assert abs(got.mean().item() - 1) < 0.1 and got.std().item() > 0
