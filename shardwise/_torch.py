@@ -79,6 +79,7 @@ def quick_call(func: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any
             return binding
     return func._op
 
+
 #: Which arguments an operator writes to is told by its schema only.
 schema: Any = attrgetter("_schema")
 

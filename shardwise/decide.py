@@ -136,9 +136,7 @@ def _whole(rule: Rule, call: Call) -> frozenset[str]:
     return frozenset(letter for letter, _, argument in words if not argument or call.arguments[argument])
 
 
-def _output_labels(
-    rule: Rule, call: Call, pattern: Any, named: list[tuple[str, ...]], ndim: int
-) -> tuple[str | None, ...]:
+def _output_labels(rule: Rule, call: Call, pattern: Any, named: list[tuple[str, ...]], ndim: int) -> tuple[str | None, ...]:
     if pattern.same:
         return (None,) * ndim
     if pattern.named is None and pattern.ellipsis and rule.inputs[0].named is not None:
@@ -153,9 +151,7 @@ def _linear_sets(rule: Rule, call: Call) -> Iterable[tuple[int, ...]]:
     """The jointly linear sets as indices of tensors; a number in a set makes the operator affine in it, so it is dropped."""
     arguments = [call.arguments[name] for name in call.tensor_names]
     for group in rule.linear:
-        if not any(
-            slot < len(call.slots) and call.slots[slot] is None and arguments[slot] is not None for slot in group
-        ):
+        if not any(slot < len(call.slots) and call.slots[slot] is None and arguments[slot] is not None for slot in group):
             indices = tuple(i for slot in group if slot < len(call.slots) and (i := call.slots[slot]) is not None)
             if indices and additive([r.dtype for r in (*(call.tensors[i] for i in indices), *call.results)]):
                 yield indices
@@ -271,9 +267,7 @@ def _held(result: Result, names: tuple[str | None, ...], call: Call, bound: Boun
     """Bytes of a result on one rank, if it is cut as the tensors are now."""
     size = result.dtype.itemsize
     for label, n in zip(names, result.shape, strict=True):
-        size *= min(
-            (t.held(i.index(label)) for t, i in zip(call.tensors, bound.inputs, strict=True) if label in i), default=n
-        )
+        size *= min((t.held(i.index(label)) for t, i in zip(call.tensors, bound.inputs, strict=True) if label in i), default=n)
     return size
 
 

@@ -32,9 +32,7 @@ _decisions = new_cache("decisions", limit=8192)
 _known = _decisions.entries
 _quick_calls = new_cache("calls", limit=4096)
 _WHOLE = frozenset((int, bool))
-_PLAIN = frozenset(
-    (int, bool, type(None), str, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
-)
+_PLAIN = frozenset((int, bool, type(None), str, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
 def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:

@@ -75,9 +75,7 @@ def functional(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     outs = form(**inputs)
     for target, out in zip(targets, outs if isinstance(outs, tuple | list) else (outs,), strict=True):
         if target.shape != out.shape:
-            raise OperatorError(
-                f"{facts.name} would resize its argument from {list(target.shape)} to {list(out.shape)}"
-            )
+            raise OperatorError(f"{facts.name} would resize its argument from {list(target.shape)} to {list(out.shape)}")
         target.copy_(out)
     return targets[0] if len(targets) == 1 else tuple(targets)
 

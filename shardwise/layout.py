@@ -175,9 +175,7 @@ class Layout:
 
     def replace(self, **changes: Any) -> Layout:
         """This layout with some of mesh, dims, partials, dtype, stride changed."""
-        parts = {
-            name: changes.get(name, getattr(self, name)) for name in ("mesh", "dims", "partials", "dtype", "stride")
-        }
+        parts = {name: changes.get(name, getattr(self, name)) for name in ("mesh", "dims", "partials", "dtype", "stride")}
         return Layout.of(**parts)
 
     def without(self, axes: Iterable[str]) -> Layout:
@@ -233,12 +231,7 @@ class Layout:
         for factor in self.dims[dim]:
             index = self._shard(factor, point)
             start, size = sum(factor.sizes[:index]), factor.sizes[index]
-            runs = [
-                (i * factor.size + start, i * factor.size + start + size)
-                for lo, hi in runs
-                for i in range(lo, hi)
-                if size
-            ]
+            runs = [(i * factor.size + start, i * factor.size + start + size) for lo, hi in runs for i in range(lo, hi) if size]
             length *= factor.size
         return _joined(runs)
 

@@ -207,12 +207,7 @@ def _swap(now: Layout, target: Layout, differ: list[int]) -> Step | None:
         return None
     for source, goal in (differ, differ[::-1]):
         left, gained = _added(target.dims[source], now.dims[source]), _added(now.dims[goal], target.dims[goal])
-        if (
-            left
-            and left == gained
-            and left == now.mesh.sorted_axes(left)
-            and _even(now.dims[source], target.dims[goal])
-        ):
+        if left and left == gained and left == now.mesh.sorted_axes(left) and _even(now.dims[source], target.dims[goal]):
             return Step("all_to_all", left, now, target, source, goal)
     return None
 

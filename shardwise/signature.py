@@ -53,9 +53,7 @@ def signature(op: Any) -> Signature:
     free: set[int | str] = set()
     for position, argument in enumerate(schema.arguments):
         kind = str(argument.type)
-        by_type = "Tensor" in kind or (
-            row is not None and "List[float]" not in kind and any(word in kind for word in _VALUES)
-        )
+        by_type = "Tensor" in kind or (row is not None and "List[float]" not in kind and any(word in kind for word in _VALUES))
         if (by_type and argument.name not in static) or argument.name in freed:
             free |= {position, argument.name}
     owner = {

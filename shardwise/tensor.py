@@ -197,9 +197,7 @@ class DTensor(torch.Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         # An integer would select from a dim: a slice of one keeps the dim, and with it a view to write through.
         several = index if isinstance(index, tuple) else (index,)
-        if not any(type(i) is int for i in several) or not all(
-            i is Ellipsis or type(i) in (int, slice) for i in several
-        ):
+        if not any(type(i) is int for i in several) or not all(i is Ellipsis or type(i) in (int, slice) for i in several):
             super().__setitem__(index, value)
             return
         kept = tuple(slice(i, i + 1 or None) if type(i) is int else i for i in several)
@@ -356,9 +354,7 @@ def _assumed_layout(local: Any, dtype: torch.dtype, mesh: Any, placements: Any, 
         size = list(local)
         for axis, placement in zip(mesh.axes, placements, strict=False):
             if isinstance(placement, Shard) and -len(size) <= placement.dim < len(size):
-                size[placement.dim] = (
-                    sum(placement.sizes) if placement.sizes else size[placement.dim] * mesh.shape[axis]
-                )
+                size[placement.dim] = sum(placement.sizes) if placement.sizes else size[placement.dim] * mesh.shape[axis]
         shape = tuple(size)
     return make_layout(shape, mesh, placements, dtype, stride)
 
@@ -378,9 +374,7 @@ def _checked_layout(local: Tensor, mesh: Mesh, placements: Any, shape: Any, stri
     for place, have in enumerate(shapes):
         want = layout.local_shape(place)
         if tuple(have) != want:
-            raise LayoutError(
-                f"from_local: rank {mesh.ranks[place]} gave {list(have)}, {layout} has {list(want)} there"
-            )
+            raise LayoutError(f"from_local: rank {mesh.ranks[place]} gave {list(have)}, {layout} has {list(want)} there")
     return layout
 
 

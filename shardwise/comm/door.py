@@ -66,8 +66,7 @@ def check_chunks(rows: int, parts: int, axes: tuple[str, ...]) -> None:
     """Refuse a reduce_scatter whose dim 0 does not fall into equal chunks."""
     if rows % parts:
         raise OperatorError(
-            f"reduce_scatter over axes {axes}: dim 0 has {rows} rows, which {parts} ranks cannot share equally; "
-            "pad it first"
+            f"reduce_scatter over axes {axes}: dim 0 has {rows} rows, which {parts} ranks cannot share equally; pad it first"
         )
 
 

@@ -60,9 +60,7 @@ class Log:
         head = ("kind", "axes", "bytes", "operator", "source")
         rows = [(r.kind, ",".join(r.axes), f"{r.bytes:,}", r.operator, r.source) for r in self.records]
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        lines = [
-            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
-        ]
+        lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
         lines.append(f"{len(rows)} collectives, {self.bytes:,} bytes")
         lines += [f"gathered for want of a rule: {name} (x{count})" for name, count in Counter(self.fallbacks).items()]
         return "\n".join(line.rstrip() for line in lines)

@@ -291,14 +291,10 @@ def _pieces(x: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
 
 def _check_places(count: int, mesh: Mesh) -> None:
     if count not in (0, len(mesh.ranks)):
-        raise MeshError(
-            f"a bundle of {count} pieces meets mesh {mesh.root} of {len(mesh.ranks)} ranks; use one mesh for both"
-        )
+        raise MeshError(f"a bundle of {count} pieces meets mesh {mesh.root} of {len(mesh.ranks)} ranks; use one mesh for both")
 
 
-def _by_group(
-    x: Tensor, mesh: Mesh, axes: tuple[str, ...], collective: Callable[[list[Tensor]], list[Tensor]]
-) -> Bundle:
+def _by_group(x: Tensor, mesh: Mesh, axes: tuple[str, ...], collective: Callable[[list[Tensor]], list[Tensor]]) -> Bundle:
     """Run a collective in each group; each place gets its own contiguous copy, so that no two places share memory."""
     pieces, out = _pieces(x, mesh), list(_pieces(x, mesh))
     for group in mesh.groups(axes):

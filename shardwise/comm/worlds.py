@@ -83,8 +83,7 @@ def _check_fits(axes: dict[str, int], ranks: tuple[int, ...], there: int, world:
     more = "sw.simulate(n)" if world == "simulated" else "torchrun --nproc-per-node"
     if len(ranks) > there:
         raise MeshError(
-            f"mesh ({text}) has {len(ranks)} ranks, the world has {there}; use smaller axes or start more ranks "
-            f"({more})"
+            f"mesh ({text}) has {len(ranks)} ranks, the world has {there}; use smaller axes or start more ranks ({more})"
         )
     raise MeshError(f"mesh ({text}) asks for ranks {outside}, the world has ranks 0 to {there - 1}; choose from those")
 

@@ -3,4 +3,22 @@
 from . import advanced, attention, chance, embedding, factory, index, lists, loss, matmul, norm, pointwise, reduce, scan, views
 from .table import TABLE, find, rule
 
-__all__ = ["TABLE", "advanced", "attention", "chance", "embedding", "factory", "find", "index", "lists", "loss", "matmul", "norm", "pointwise", "reduce", "rule", "scan", "views"]
+__all__ = [
+    "TABLE",
+    "advanced",
+    "attention",
+    "chance",
+    "embedding",
+    "factory",
+    "find",
+    "index",
+    "lists",
+    "loss",
+    "matmul",
+    "norm",
+    "pointwise",
+    "reduce",
+    "rule",
+    "scan",
+    "views",
+]

@@ -197,4 +197,3 @@ def labels(pattern: Pattern, call: Call, layout_ndim: int) -> tuple[str, ...]:
             if dim < count:
                 middle[dim] = pattern.letter or f"[]{dim}"
     return (*pattern.before, *middle, *pattern.after)
-

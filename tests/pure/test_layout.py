@@ -50,9 +50,7 @@ def _product(numbers: Any) -> int:
 def test_the_pieces_are_the_whole(layout: Layout) -> None:
     for dim in range(layout.ndim):
         axes = layout.axes_of(dim)
-        held = Counter(
-            i for place in layout.mesh.peers(0, axes) for lo, hi in layout.runs(dim, place) for i in range(lo, hi)
-        )
+        held = Counter(i for place in layout.mesh.peers(0, axes) for lo, hi in layout.runs(dim, place) for i in range(lo, hi))
         assert held == Counter(range(layout.shape[dim]))
     for place in range(layout.mesh.size):
         sizes = tuple(sum(hi - lo for lo, hi in layout.runs(dim, place)) for dim in range(layout.ndim))
@@ -105,9 +103,7 @@ def test_default_chunks_are_torchs() -> None:
 
 
 def test_canonical_merges_what_is_one_interval() -> None:
-    assert canonical([Factor(2, ("dp",), (1, 1)), Factor(8, ("tp",), (2, 2, 2, 2))]) == (
-        Factor(16, ("dp", "tp"), (2,) * 8),
-    )
+    assert canonical([Factor(2, ("dp",), (1, 1)), Factor(8, ("tp",), (2, 2, 2, 2))]) == (Factor(16, ("dp", "tp"), (2,) * 8),)
     assert canonical([whole(16), Factor(1, ("dp",), (0, 1))]) == (Factor(16, ("dp",), (0, 16)),)
 
 

@@ -25,5 +25,8 @@ SAMPLES: dict[str, list[Sample]] = {
         sample(lambda x: aten.new_empty_strided(x, [4, 2], [2, 1]).zero_(), (5, 3)),
         sample(lambda x: aten.new_empty_strided(x, [5, 3], [1, 5]).zero_(), (5, 3)),
     ],
-    "aten._local_scalar_dense": [sample(lambda x: round(aten._local_scalar_dense(x), 4), ()), sample(lambda x: round(x.item(), 4), (1, 1))],
+    "aten._local_scalar_dense": [
+        sample(lambda x: round(aten._local_scalar_dense(x), 4), ()),
+        sample(lambda x: round(x.item(), 4), (1, 1)),
+    ],
 }

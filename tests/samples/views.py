@@ -39,7 +39,11 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten.permute_copy": [sample(lambda x: aten.permute_copy(x, [-1, 0]), (5, 3))],
     "aten.unsqueeze": [sample(lambda x: aten.unsqueeze(x, -1), (5, 3)), sample(lambda x: aten.unsqueeze(x, 1), (5, 3))],
     "aten.unsqueeze_copy": [sample(lambda x: aten.unsqueeze_copy(x, 0), (5, 3))],
-    "aten.squeeze.default": [sample(aten.squeeze.default, (1, 5, 1)), sample(aten.squeeze.default, (1, 1)), sample(aten.squeeze.default, (2, 3))],
+    "aten.squeeze.default": [
+        sample(aten.squeeze.default, (1, 5, 1)),
+        sample(aten.squeeze.default, (1, 1)),
+        sample(aten.squeeze.default, (2, 3)),
+    ],
     "aten.squeeze_copy.default": [sample(aten.squeeze_copy.default, (1, 5, 1))],
     "aten.squeeze.dim": [sample(lambda x: aten.squeeze.dim(x, 1), (5, 1)), sample(lambda x: aten.squeeze.dim(x, 0), (5, 1))],
     "aten.squeeze_copy.dim": [sample(lambda x: aten.squeeze_copy.dim(x, 1), (5, 1))],
@@ -61,7 +65,10 @@ SAMPLES: dict[str, list[Sample]] = {
         sample(lambda x: aten.select.int(x, 0, 2), (4,)),
     ],
     "aten.select_copy.int": [sample(lambda x: aten.select_copy.int(x, 0, 3), (5, 3))],
-    "aten.split.Tensor": [sample(lambda x: aten.split.Tensor(x, 2, 0), (5, 3)), sample(lambda x: aten.split.Tensor(x, 2, -1), (5, 3))],
+    "aten.split.Tensor": [
+        sample(lambda x: aten.split.Tensor(x, 2, 0), (5, 3)),
+        sample(lambda x: aten.split.Tensor(x, 2, -1), (5, 3)),
+    ],
     "aten.split_with_sizes": [sample(lambda x: aten.split_with_sizes(x, [1, 4, 0], 0), (5, 3))],
     "aten.unbind.int": [sample(lambda x: aten.unbind.int(x, 1), (5, 3)), sample(lambda x: aten.unbind.int(x), (3,))],
     "aten.cat": [

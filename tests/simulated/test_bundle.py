@@ -290,9 +290,7 @@ def test_all_to_all(axes):
 
 
 def test_all_to_all_checks_that_ranks_agree():
-    with pytest.raises(
-        WorldError, match=r"place 0 expects \(2, 0\) elements from places \(0, 3\), which send it \(1, 1\)"
-    ):
+    with pytest.raises(WorldError, match=r"place 0 expects \(2, 0\) elements from places \(0, 3\), which send it \(1, 1\)"):
         DOOR.all_to_all(bundle(2), (1, 1), (2, 0), MESH, ("dp",))
 
 
