@@ -153,7 +153,7 @@ def _linear_sets(rule: Rule, call: Call) -> Iterable[tuple[int, ...]]:
     for group in rule.linear:
         if not any(slot < len(call.slots) and call.slots[slot] is None and arguments[slot] is not None for slot in group):
             indices = tuple(i for slot in group if slot < len(call.slots) and (i := call.slots[slot]) is not None)
-            if indices and additive([r.dtype for r in (*(call.tensors[i] for i in indices), *call.results)]):
+            if indices and additive([*(call.tensors[i].dtype for i in indices), *(r.dtype for r in call.results)]):
                 yield indices
 
 
@@ -282,11 +282,11 @@ def _from_choices(rule: Rule, call: Call, bound: Bound, choices: dict[str, Candi
     dims = {label: _structure(label, axes, call, bound) for label, axes in cuts.items()}
     wants = []
     for i, (tensor, names) in enumerate(zip(call.tensors, bound.inputs, strict=True)):
-        partials = [(a, c.wants[i]) for a, c in choices.items() if isinstance(c.wants[i], str)]
+        partials = [(a, kind) for a, c in choices.items() if isinstance(kind := c.wants[i], str)]
         wants.append(tensor.replace(dims=_dims(names, tensor.shape, dims), partials=partials))
     results = []
     for i, (result, out_names) in enumerate(zip(call.results, bound.outputs, strict=True)):
-        partials = [(a, c.results[i]) for a, c in choices.items() if isinstance(c.results[i], str)]
+        partials = [(a, kind) for a, c in choices.items() if isinstance(kind := c.results[i], str)]
         placed = _dims(out_names, result.shape, dims)
         results.append(Layout.of(call.tensors[0].mesh, placed, partials, result.dtype, result.stride))
     moves = tuple((i, t, w) for i, (t, w) in enumerate(zip(call.tensors, wants, strict=True)) if t is not w)

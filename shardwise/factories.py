@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from .comm import door
-from .dispatch import Tools, wrap
 from .layout import Layout, PerRank, Placements, make_layout
 from .mesh import Mesh
 from .placement import Replicate
 from .random import Fill, normal, sample, uniform
 from .tensor import DTensor
+from .tools import Tools, wrap
 
 
 def _layout(size: tuple[Any, ...], mesh: Mesh | Any, placements: Placements | None, dtype: torch.dtype | None) -> Layout:

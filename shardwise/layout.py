@@ -410,7 +410,7 @@ def _dim(dim: int, shape: tuple[int, ...], mesh: Mesh, axis: str) -> int:
 
 
 def _factor(size: int, shards: list[tuple[str, Shard]], mesh: Mesh) -> Factor:
-    sizes = (size,)
+    sizes: tuple[int, ...] = (size,)
     for position, (axis, shard) in enumerate(shards):
         if shard.sizes is None:
             sizes = tuple(piece for n in sizes for piece in _chunks(n, mesh.shape[axis]))

@@ -4,10 +4,10 @@ Each random call has a number: how many such calls there were since torch was se
 number fills the *whole* tensor on every rank, of which a rank keeps its shard: replicas agree, shards differ, and the values do
 not depend on how the tensor is cut.
 
-The count lives in the state of torch's default CPU generator, in the field for a cached normal number in single precision, which
-no operator of torch reads or writes (`tests/simulated/test_random.py` tries them all). So the count starts at zero with
-`torch.manual_seed`, to the same seed or another; plain random calls, which may differ from rank to rank, leave it alone and are
-left alone by it; and what saves and restores torch's state saves and restores the count: `torch.get_rng_state`,
+The count lives in the state of torch's default CPU generator, in the field for a cached normal number in single precision,
+which no operator of torch reads or writes (`tests/simulated/test_random.py` tries them all). So the count starts at zero with
+`torch.manual_seed`, to the same seed or another; plain random calls, which may differ from rank to rank, leave it alone and
+are left alone by it; and what saves and restores torch's state saves and restores the count: `torch.get_rng_state`,
 `torch.random.fork_rng`, `torch.utils.checkpoint`, which runs a forward pass a second time and must draw the same numbers.
 
 >>> _ = torch.manual_seed(0); first = sample((2,), torch.float32, "cpu", uniform)
@@ -38,7 +38,7 @@ class State(NamedTuple):
     """The seed of global random numbers, and how many random calls were made since it was set."""
 
     seed: int
-    count: int
+    calls: int
 
 
 def _torch_state() -> Tensor:
@@ -67,7 +67,7 @@ def get_rng_state() -> State:
     """The seed, and how many random calls on DTensors were made since it was set.
 
     >>> _ = torch.manual_seed(3); get_rng_state()
-    State(seed=3, count=0)
+    State(seed=3, calls=0)
     """
     return State(torch.initial_seed(), _count(_torch_state()))
 

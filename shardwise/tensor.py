@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ._torch import no_torch_function
 from .comm import door
-from .dispatch import dispatch, wrap
+from .dispatch import dispatch
 from .errors import LayoutError, OperatorError
 from .layout import Factor, Layout, Placements, make_layout, restore_layout
 from .memo import memo
 from .mesh import Mesh
 from .placement import Placement, Replicate, Shard
 from .redistribute import move
+from .tools import wrap
 
 
 class DTensor(torch.Tensor):
@@ -38,7 +39,7 @@ class DTensor(torch.Tensor):
     severed = False
     __torch_function__ = no_torch_function
 
-    __torch_dispatch__ = classmethod(dispatch)
+    __torch_dispatch__: Any = classmethod(dispatch)
 
     # ── in and out ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -113,7 +114,7 @@ class DTensor(torch.Tensor):
     # ── what it is ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> Any:  # type: ignore[override]  # torch's own `layout` is an attribute
         """What each rank holds."""
         return self._layout
 
@@ -132,19 +133,19 @@ class DTensor(torch.Tensor):
         """The mesh the tensor lives on, by the name that `torch.distributed.tensor` uses."""
         return self._layout.mesh
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         name = "Parameter" if getattr(self, "_is_param", False) else "DTensor"
         return f"{name}({self._layout}, mesh={self.mesh})"
 
     def __str__(self) -> str:
-        return f"{self!r}\n{self.detach().full_tensor()}"
+        return f"{self!r}\n{self.data.full_tensor()}"
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec and not self.ndim else str(self)
 
     def tolist(self) -> Any:
         """The global value as Python numbers, on every rank."""
-        return self.detach().full_tensor().tolist()
+        return self.data.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """The global value as an array, on every rank."""
@@ -183,7 +184,8 @@ class DTensor(torch.Tensor):
     @property
     def data(self) -> DTensor:
         """The tensor without its history."""
-        return self.detach()
+        found: Any = self.detach()
+        return found
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -336,7 +338,7 @@ def _target(have: Layout, mesh: Mesh | Any, placements: Placements | Layout | No
         return have.replicated()
     if isinstance(placements, dict):
         return make_layout(have.shape, on, placements, have.dtype, have.stride)
-    return _placed(have, tuple(placements))
+    return _placed(have, tuple(cast(Sequence[Placement], placements)))
 
 
 @memo("targets", limit=4096)

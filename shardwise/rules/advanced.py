@@ -1,7 +1,7 @@
-"""Indexing by tensors: `x[i, :, j]` and `x[i, :, j] = y`. Each call has a sentence of its own, since its dims come from the indices.
+"""Indexing by tensors: `x[i, :, j]` and `x[i, :, j] = y`. Each call has a sentence of its own: its dims come from the indices.
 
-Letters: `u` for dims that are not indexed, `s` for those that are, `j` for the dims of the indices, broadcast together. All may be cut;
-an `s` that is cut is read as a pending sum, and written to with a spare row for what falls to other ranks.
+Letters: `u` for dims that are not indexed, `s` for those that are, `j` for the dims of the indices, broadcast together. All may
+be cut; an `s` that is cut is read as a pending sum, and written to with a spare row for what falls to other ranks.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def _starts(factor: Factor) -> list[int]:
 
 
 def _around(factor: Factor, size: int, start: int, step: int, layout: Layout) -> Factor:
-    """A cut of the whole such that each shard of the slice lies in its shard: the default one, else with no gap left between."""
+    """A cut of the whole in which each shard of the slice lies in its shard: the default one, else with no gap between."""
     if not factor.axes:
         return Factor(size, (), (size,))
     first = [start + begin * step for begin in _starts(factor)]

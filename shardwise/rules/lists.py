@@ -111,7 +111,7 @@ def _norms(tools: Any, op: Any, tensors: Sequence[Any], order: float = 2, dtype:
         powers.append(tools.wrap(local, out))
         groups.setdefault(out, []).append(i)
     norms: list[Any] = [None] * len(powers)
-    for layout, indices in groups.items():
+    for indices in groups.values():
         stacked = aten.stack.default([powers[i] for i in indices])
         whole = tools.move(stacked, tools.layout(stacked).reduced(), "_foreach_norm")
         for i, norm in zip(indices, aten.unbind.int(aten.pow.Tensor_Scalar(whole, 1 / order)), strict=True):

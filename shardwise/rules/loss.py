@@ -1,7 +1,7 @@
 """Losses. A mean divides by the global count, so it is exact on uneven shards.
 
-Classes may be cut: each rank then counts the targets among its own classes, and the rest is pending a sum; the logits stay where
-they are.
+Classes may be cut: each rank then counts the targets among its own classes, and the rest is pending a sum; the logits stay
+where they are.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..layout import Layout, Number
 
-
 #: A position that no operator takes, neither counted from the front nor from the back.
 OUTSIDE = -(2**31)
 
@@ -50,7 +49,8 @@ class Piece:
 
     def _by_factor(self, index: Tensor, numbers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The same for a dim of several factors: an index is a number whose digits are positions in the factors."""
-        rest, position, step = index, torch.zeros_like(index), 1
+        rest, position = index, torch.zeros_like(index)
+        step: Tensor | int = 1
         mine = torch.ones_like(index, dtype=torch.bool)
         for i in range(len(self.factors) - 1, -1, -1):
             start, length = numbers[2 * i], numbers[2 * i + 1]

@@ -221,7 +221,7 @@ def _expand(call: Call) -> Proposal:
     new = len(shape) - layout.ndim
     grown = [d for d in range(layout.ndim) if layout.shape[d] != shape[new + d]]
     layout = layout.without(axis for d in grown for axis in layout.axes_of(d))
-    dims = [(whole(n),) for n in shape[:new]]
+    dims: list[Dim] = [(whole(n),) for n in shape[:new]]
     dims += [(whole(shape[new + d]),) if d in grown else layout.dims[d] for d in range(layout.ndim)]
     out = _result(call, layout, dims)
     return Proposal((layout,), (out,), {"size": local_sizes(out)})

@@ -1,4 +1,4 @@
-"""The attention operators that run on CUDA only: on tensors without data, every rank's results have the shapes of their layouts."""
+"""The attention operators of CUDA, on tensors without data: every rank's results have the shapes of their layouts."""
 
 from __future__ import annotations
 

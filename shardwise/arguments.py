@@ -1,0 +1,157 @@
+"""The arguments of one call: locals in the place of tensors, a key, and the `Call` that a rule reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._torch import quick_call
+from .errors import MeshError
+from .layout import Layout
+from .memo import new_cache
+from .mesh import Mesh
+from .rules.notation import Call, Result
+from .signature import Signature, signature
+from .tools import local_on
+
+#: Lists of these enter a key whole.
+WHOLE = frozenset((int, bool))
+_quick_calls = new_cache("calls", limit=4096)
+
+
+class Arguments:
+    """The arguments of one call with locals in the place of tensors, and where each tensor stands."""
+
+    __slots__ = ("key", "layouts", "named", "places", "positional", "tensors")
+
+    def __init__(self, cls: Any, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.key: list[Any] = [operator]
+        self.layouts: list[Layout] = []
+        self.tensors: list[Any] = []
+        self.places: list[tuple[Any, Any]] = []
+        self.positional: list[Any] = list(args)
+        self.named: dict[str, Any] = dict(kwargs)
+        free = operator.free
+        mesh = _mesh(cls, operator.signature, args, kwargs)
+        for position, arg in enumerate(args):
+            self._add(cls, self.positional, position, arg, position in free, mesh)
+        for name, arg in kwargs.items():
+            self.key.append(name)
+            self._add(cls, self.named, name, arg, name in free, mesh)
+
+    def _add(self, cls: Any, holder: Any, at: Any, arg: Any, free: bool, mesh: Mesh) -> None:
+        if isinstance(arg, Tensor):
+            local, layout = local_on(cls, arg, mesh)
+            holder[at] = local
+            self.places.append((holder, at))
+            self.tensors.append(arg)
+            self.layouts.append(layout)
+            self.key.append(layout)
+        elif isinstance(arg, list | tuple) and arg and type(arg[0]) in WHOLE:
+            self.key.append(tuple(arg))
+        elif isinstance(arg, list | tuple):
+            inner = holder[at] = list(arg)
+            self.key.append(len(inner))
+            for i, item in enumerate(arg):
+                self._add(cls, inner, i, item, free, mesh)
+        else:
+            self.key.append(type(arg) if free and arg is not None else arg)
+
+
+def _mesh(cls: Any, facts: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mesh:
+    """The mesh an operator runs on: that of its DTensors; if they are on sub-meshes of one mesh, the smallest around them;
+    for an operator that writes, that of what it writes to."""
+    found: dict[Mesh, Layout] = {}
+    written: Mesh | None = None
+    for name, value in by_name(facts, args, kwargs):
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, cls):
+                found.setdefault(item._layout.mesh, item._layout)
+                written = written or (item._layout.mesh if name in facts.written else None)
+    meshes = list(found)
+    if len(meshes) == 1:
+        return meshes[0]
+    if len({mesh.root for mesh in meshes}) > 1:
+        shown = ", ".join(f"{layout} on {mesh}" for mesh, layout in found.items())
+        raise MeshError(f"{facts.name}: its tensors are on different meshes: {shown}; put them on one mesh first")
+    root = meshes[0].root
+    return written or root[root.sorted_axes(axis for mesh in meshes for axis in mesh.axes)]
+
+
+def by_name(facts: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [*zip(facts.names, args, strict=False), *kwargs.items()]
+
+
+def layouts_shown(given: Arguments) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with layouts in the place of tensors, lists as tuples."""
+    layouts = iter(given.layouts)
+    places = {(id(holder), at): next(layouts) for holder, at in given.places}
+
+    def shown(holder: Any, at: Any) -> Any:
+        value = holder[at]
+        if isinstance(value, list):
+            return tuple(shown(value, i) for i in range(len(value)))
+        return places.get((id(holder), at), value)
+
+    positional = [shown(given.positional, i) for i in range(len(given.positional))]
+    return positional, {name: shown(given.named, name) for name in given.named}
+
+
+def bind(func: Any, facts: Signature, given: Arguments) -> Call:
+    """The call with its arguments by name and layouts in the place of tensors, and what it gives on one device."""
+    positional, named = layouts_shown(given)
+    shown = {**facts.defaults, **dict(zip(facts.names, positional, strict=False)), **named}
+    arguments = {name: shown.get(name) for name in facts.names}
+    order = {(id(holder), at): i for i, (holder, at) in enumerate(given.places)}
+    slots = tuple(_slot(facts, name, given, order) for name in facts.tensors)
+    written = slots[0] if facts.in_place else None
+    results = _on_one_device(func, arguments) if facts.returns else ()
+    return Call(func, facts.name, arguments, tuple(given.layouts), slots, results, facts.tensors, written)
+
+
+def _slot(facts: Signature, name: str, given: Arguments, order: dict[tuple[int, Any], int]) -> int | None:
+    position = facts.names.index(name)
+    place = (id(given.named), name) if name in given.named else (id(given.positional), position)
+    return order.get(place)
+
+
+def _on_one_device(func: Any, arguments: dict[str, Any]) -> tuple[Result, ...]:
+    """Shapes, strides and dtypes of the results, from running the operator on tensors without data: also raises what the
+    operator raises on one device, alike on every rank."""
+    try:
+        outs = func(**{name: _without_data(value) for name, value in arguments.items()})
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if isinstance(error, NotImplementedError) and torch.Tag.dynamic_output_shape in func.tags:
+            return ()  # shapes depend on values: a rule can only answer with a program
+        tensors = [v for a in arguments.values() for v in (a if isinstance(a, tuple) else (a,)) if isinstance(v, Layout)]
+        error.add_note(f"in {signature(func).name} on {', '.join(map(repr, tensors))}")
+        raise
+    several = outs if isinstance(outs, list | tuple) else (outs,)
+    flat = [t for out in several for t in (out if isinstance(out, list | tuple) else (out,))]
+    return tuple(Result(tuple(t.shape), t.stride(), t.dtype) for t in flat if isinstance(t, Tensor))
+
+
+def _without_data(value: Any) -> Any:
+    if isinstance(value, Layout):
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+    if isinstance(value, tuple):
+        return [_without_data(item) for item in value]
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def quickest(func: Any, given: Arguments) -> Any:
+    """The quickest call of an operator for arguments of these kinds, found once for all layouts of as many dims."""
+    args, named = layouts_shown(given)
+    kinds = (func, *(_kind(value) for value in (*args, *named.values())), *named)
+    found = _quick_calls.entries.get(kinds)
+    if found is None:
+        meta = {name: _without_data(value) for name, value in named.items()}
+        found = quick_call(func, [_without_data(value) for value in args], meta)
+        _quick_calls.put(kinds, found)
+    return found
+
+
+def _kind(value: Any) -> Any:
+    return (value.ndim, value.dtype) if isinstance(value, Layout) else type(value)

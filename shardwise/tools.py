@@ -1,0 +1,106 @@
+"""`Tools`: what a program, which runs on DTensors in place of one operator, may use; and `wrap`, which makes a DTensor.
+
+`cls` is the tensor subclass; its instances carry `_local` and `_layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._torch import make_wrapper
+from .comm import door
+from .errors import OperatorError
+from .layout import Layout, PerRank, make_layout
+from .mesh import Mesh
+from .placement import Replicate
+from .redistribute import move
+
+
+def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:
+    """A DTensor around a local value."""
+    self = make_wrapper(cls, layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+    self._local, self._layout = local, layout
+    return self
+
+
+def local_on(cls: Any, tensor: Any, mesh: Mesh) -> tuple[Tensor, Layout]:
+    """A tensor's local value and layout on a mesh; a plain tensor is taken as replicated."""
+    if not isinstance(tensor, cls):
+        layout = make_layout(tensor.shape, mesh, [Replicate()] * mesh.ndim, tensor.dtype, tensor.stride())
+        return door(mesh).replicate(tensor, mesh), layout
+    layout = tensor._layout
+    if layout.mesh is mesh:
+        return tensor._local, layout
+    inside = layout.without(axis for axis in layout.mesh.axes if axis not in mesh.axes)
+    return move(tensor._local, layout, inside), inside.replace(mesh=mesh)
+
+
+class Tools:
+    """What a program, which runs on DTensors in place of one operator, may use beside ordinary torch operators."""
+
+    __slots__ = ("cls", "operator")
+
+    def __init__(self, cls: Any, operator: str = "") -> None:
+        self.cls, self.operator = cls, operator
+
+    def is_distributed(self, value: Any) -> bool:
+        """Whether a value is a DTensor."""
+        return isinstance(value, self.cls)
+
+    def layout(self, x: Any) -> Layout:
+        """The layout of a DTensor."""
+        found: Layout = x._layout
+        return found
+
+    def local(self, x: Any) -> Tensor:
+        """The local value of a DTensor."""
+        found: Tensor = x._local
+        return found
+
+    def wrap(self, local: Tensor, layout: Layout) -> Any:
+        """A DTensor around a local value."""
+        return wrap(self.cls, local, layout)
+
+    def move(self, x: Any, layout: Layout, operator: str = "") -> Any:
+        """The same tensor in another layout."""
+        return wrap(self.cls, move(x._local, x._layout, layout, operator or self.operator), layout)
+
+    def distribute(self, tensor: Tensor, layout: Layout) -> Any:
+        """A plain tensor, equal on every rank, in a layout."""
+        world, whole = door(layout.mesh), layout.replicated()
+        local = world.replicate(tensor, layout.mesh)
+        if layout is whole:
+            local = world.each(torch.clone, layout.mesh, local)  # ranks of one process must not share what they write to
+        return wrap(self.cls, move(local, whole, layout), layout)
+
+    def replicated(self, x: Any, mesh: Mesh, operator: str = "") -> Any:
+        """A DTensor, or a plain tensor, whole on every rank."""
+        local, layout = local_on(self.cls, x, mesh)
+        return wrap(self.cls, move(local, layout, layout.replicated(), operator), layout.replicated())
+
+    def plain(self, x: Any, operator: str = "") -> Tensor:
+        """The whole value as an ordinary tensor, on every rank."""
+        layout = x._layout
+        return door(layout.mesh).plain(move(x._local, layout, layout.replicated(), operator))
+
+    def each(self, kernel: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
+        """A function of local tensors on every rank; DTensors among the arguments give their locals."""
+        locals_ = [a._local if isinstance(a, self.cls) else a for a in args]
+        return door(mesh).each(kernel, mesh, *locals_)
+
+    def offset(self, layout: Layout, dim: int) -> Tensor:
+        """The first global index of a dim on each rank, as a local 0-d tensor."""
+        return door(layout.mesh).number(PerRank(lambda place: layout.offset(place)[dim]), layout.mesh)
+
+    def mesh(self, *values: Any) -> Mesh:
+        """The mesh of the first DTensor among some arguments (lists included)."""
+        for value in values:
+            for item in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(item, self.cls):
+                    found: Mesh = item._layout.mesh
+                    return found
+        raise OperatorError("an operator without a DTensor reached Shardwise; this is a fault of Shardwise")
