@@ -14,7 +14,6 @@ import torch._meta_registrations  # Python meta kernels give output shapes of ma
 import torch.distributed._functional_collectives  # gives the collective operators their fake kernels, for tracing
 from torch._C import _distributed_c10d
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.utils._python_dispatch import TorchDispatchMode  # the only way to see which overload a call reaches
 
 __all__ = [
     "HigherOrderOperator",
@@ -27,6 +26,7 @@ __all__ = [
     "no_dispatch",
     "no_torch_function",
     "overloads",
+    "probe",
     "quick_call",
     "raw_call",
     "register_group",
@@ -50,19 +50,22 @@ no_dispatch: Any = torch._C._DisableTorchDispatch
 raw_call: Any = attrgetter("_op")
 
 
-class _Spy(TorchDispatchMode):
-    """Writes down which operators run, and with what; a tensor stands there by its id."""
+class _Reached(Exception):
+    """Carries the operator that a probe met, and with which arguments."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append((func, _by_id(args), _by_id(kwargs or {})))
-        return func(*args, **(kwargs or {}))
+class _Probe(torch.Tensor):
+    """Stops at the first operator it meets, and tells which. (A dispatch mode could, but imports the compiler: two seconds.)"""
+
+    __torch_function__ = no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _Reached(func, _by_id(args), _by_id(kwargs or {}))
 
 
 def _by_id(value: Any) -> Any:
+    """The value with tensors replaced by what tells them apart, so that it can be compared."""
     if isinstance(value, dict):
         return {name: _by_id(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -70,23 +73,30 @@ def _by_id(value: Any) -> Any:
     return id(value) if isinstance(value, torch.Tensor) else value
 
 
+def _reached(call: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    try:
+        call(*args, **kwargs)
+    except _Reached as reached:
+        return reached.args
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    return None
+
+
+def probe(shape: Any, stride: Any, dtype: torch.dtype) -> Any:
+    """A tensor for `quick_call`."""
+    return make_wrapper(_Probe, shape, stride, dtype=dtype, device=torch.device("cpu"))
+
+
 def quick_call(func: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The quickest way to call an operator with arguments of these kinds: torch's generated binding, which parses them in less
-    than half the time, if on these arguments (tensors without data) it does what the operator does (its defaults may differ:
-    `torch._C._nn.mse_loss` does not reduce)."""
+    """The quickest way to call an operator with arguments of these kinds (probes stand for tensors): torch's generated binding,
+    which parses them in less than half the time, if with them it reaches this overload first, and hands on the same: its
+    defaults may differ (`torch._C._nn.mse_loss` does not reduce)."""
     name = func._schema.name.partition("::")[2]
-    with _Spy() as wanted:
-        func(*args, **kwargs)
+    wanted = _reached(func._op, args, kwargs)
     for holder in (torch, torch._C._nn, torch.Tensor) if func.namespace == "aten" else ():
         binding = getattr(holder, name, None)
-        if binding is None:
-            continue
-        try:
-            with _Spy() as spy:
-                binding(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError):
-            continue
-        if spy.seen == wanted.seen:
+        if binding is not None and wanted is not None and _reached(binding, args, kwargs) == wanted:
             return binding
     return func._op
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import quick_call
+from ._torch import probe, quick_call
 from .errors import MeshError
 from .layout import Layout
 from .memo import new_cache
@@ -147,11 +147,18 @@ def quickest(func: Any, given: Arguments) -> Any:
     kinds = (func, *(_kind(value) for value in (*args, *named.values())), *named)
     found = _quick_calls.entries.get(kinds)
     if found is None:
-        meta = {name: _without_data(value) for name, value in named.items()}
-        found = quick_call(func, [_without_data(value) for value in args], meta)
+        found = quick_call(func, [_probed(value) for value in args], {name: _probed(value) for name, value in named.items()})
         _quick_calls.put(kinds, found)
     return found
 
 
+def _probed(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_probed(item) for item in value]
+    return probe(value.shape, value.stride, value.dtype) if isinstance(value, Layout) else value
+
+
 def _kind(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(dict.fromkeys(map(_kind, value)))  # a None among tensors is not taken by every binding
     return (value.ndim, value.dtype) if isinstance(value, Layout) else type(value)

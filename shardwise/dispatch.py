@@ -60,11 +60,9 @@ def _operator(func: Any) -> Operator:
 def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: C901, PLR0912  one frame
     """Run an operator on DTensors (and what stands beside them)."""
     operator = _operators.get(id(func)) or _operator(func)
-    by_type = operator.by_type
     key: list[Any] = [operator]
-    values, position = [], -1
-    for arg in args:
-        position += 1
+    values = []
+    for arg, by_type in zip(args, operator.by_type):  # noqa: B905  arguments left out have defaults
         kind = type(arg)
         if kind is cls:
             key.append(arg._layout)
@@ -74,7 +72,7 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
         if arg is None:
             key.append(None)
         elif kind in _PLAIN:
-            key.append(kind if by_type[position] else arg)
+            key.append(kind if by_type else arg)
         elif kind is list and arg and type(arg[0]) in WHOLE:
             key.append(tuple(arg))
         else:

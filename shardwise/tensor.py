@@ -133,7 +133,7 @@ class DTensor(torch.Tensor):
         """The mesh the tensor lives on, by the name that `torch.distributed.tensor` uses."""
         return self._layout.mesh
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = "Parameter" if getattr(self, "_is_param", False) else "DTensor"
         return f"{name}({self._layout}, mesh={self.mesh})"
 
