@@ -193,3 +193,63 @@ def a_small_gpt_trains_as_on_one_device() -> None:
 @case(2)
 def replicated_is_replicated() -> None:
     assert sw.zeros(4, mesh=sw.init_mesh(dp=2)).placements == (Replicate(),)
+
+
+# ── operators whose kernels must know where a rank's piece lies ──
+
+
+def gradients(function: Callable[..., Tensor], tensors: list[Tensor], mesh: Mesh, placements: list[object]) -> None:
+    """The value and the gradients of the floating tensors are those of one device."""
+    dense = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
+    spread = [sw.distribute_tensor(t, mesh, p).requires_grad_(t.is_floating_point()) for t, p in zip(tensors, placements)]
+    want, got = function(*dense), function(*spread)
+    same(got.detach(), want.detach())
+    want.sum().backward()
+    got.sum().backward()
+    for x, d in zip(spread, dense):
+        if d.grad is not None:
+            same(x.grad, d.grad)
+
+
+@case(4)
+def rows_of_a_cut_table() -> None:
+    mesh = sw.init_mesh(dp=2, tp=2)
+    words = torch.tensor([[6, 0, 3], [3, 5, 1], [1, 1, 4]])
+    placements = [{"dp": Shard(0)}, {"tp": Shard(0)}]
+    gradients(lambda i, w: F.embedding(i, w, padding_idx=1) * 2, [words, values(7, 3)], mesh, placements)
+    gradients(lambda i, w: w[i, i % 2], [words, values(7, 3)], mesh, placements)
+    gradients(lambda i, w: w.gather(0, i), [words, values(7, 3)], mesh, placements)
+    gradients(lambda i, w: torch.ones_like(w).index_add(0, i[:, 0], w[2:5]), [words, values(7, 3)], mesh, placements)
+
+
+@case(4)
+def cross_entropy_of_cut_classes() -> None:
+    mesh = sw.init_mesh(dp=2, tp=2)
+    target = torch.tensor([4, 0, -100, 2, 4])
+    for reduction in ("mean", "sum", "none"):
+        gradients(
+            lambda x, t, how=reduction: F.cross_entropy(x, t, reduction=how, label_smoothing=0.1),
+            [values(5, 5), target],
+            mesh,
+            [{"dp": Shard(0), "tp": Shard(1)}, {"dp": Shard(0)}],
+        )
+
+
+@case(2)
+def causal_attention_of_cut_heads() -> None:
+    placements = [{"tp": Shard(1)}] * 3
+    tensors = [values(2, 6, 5, 4), values(2, 3, 5, 4), values(2, 3, 5, 4) + 1]
+    attend = F.scaled_dot_product_attention
+    gradients(lambda *t: attend(*t, is_causal=True, enable_gqa=True), tensors, sw.init_mesh(tp=2), placements)
+
+
+@case(2)
+def random_numbers_are_those_of_the_whole_tensor() -> None:
+    drawn = []
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        torch.manual_seed(0)
+        x = sw.ones(5, 7, mesh=sw.init_mesh(tp=2), placements=[placement])
+        drawn.append([F.dropout(x, 0.5), torch.rand_like(x), x.normal_(), torch.multinomial(x.abs(), 2)])
+    for one in drawn[1:]:
+        for x, first in zip(one, drawn[0]):
+            assert torch.equal(x.full_tensor(), first.full_tensor())
