@@ -9,7 +9,7 @@ demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
 
 test: lint
-	$(BIN)/python -m pytest tests -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest tests shardwise --doctest-modules -n $(WORKERS) --dist loadgroup
 
 lint: $(READY)
 	$(BIN)/ruff check .

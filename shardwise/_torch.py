@@ -60,7 +60,9 @@ class _Probe(torch.Tensor):
     __torch_function__ = no_torch_function
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks `func`
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise _Reached(func, _by_id(args), _by_id(kwargs or {}))
 
 

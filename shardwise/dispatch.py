@@ -156,16 +156,23 @@ def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return on_plain(Tools(cls), func, args, kwargs)
     given = Arguments(cls, operator, args, kwargs)
     key = tuple(given.key)
-    known = _known.get(key)
+    by_default = (*key, torch.get_default_dtype())
+    known = _known.get(key) or _known.get(by_default)
     if known is None:
         decision = _decide(func, signature(func), given)
         known = Known(cls, decision, func, given.layouts[0].mesh, len(args))
         if known.makers is not None and decision.call is None:
             known.call = quickest(func, given)
-        _decisions.put(key, known)
+        _decisions.put(by_default if _takes_default_dtype(decision, given.layouts) else key, known)
     else:
         _decisions.hits += 1
     return _run(cls, func, args, kwargs, known, given)
+
+
+def _takes_default_dtype(decision: Decision, layouts: list[Layout]) -> bool:
+    """Whether a result is floating though no tensor is: then its dtype is torch's default one, which may change."""
+    floats = any(layout.dtype.is_floating_point or layout.dtype.is_complex for layout in layouts)
+    return not floats and any(layout is not None and layout.dtype.is_floating_point for layout in decision.results)
 
 
 def _reshape_in_place(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:

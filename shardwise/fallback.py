@@ -28,11 +28,18 @@ def choose(func: Any, facts: Signature) -> Program:
         return _composite
     if facts.written and functional_form(func) is not None:
         return functional
-    if torch.Tag.nondeterministic_seeded in func.tags and not facts.written:
-        return seeded
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return _refuse if facts.written else seeded
     if func in decompositions:
         return _decompose
     return gather
+
+
+def _refuse(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    raise OperatorError(
+        f"{signature(func).name} draws random numbers into an argument, which would differ from rank to rank; draw into a new "
+        "tensor and copy it, or use an in-place operator such as uniform_ or normal_"
+    )
 
 
 def _composite(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,11 +13,12 @@ from ._torch import no_torch_function
 from .comm import door
 from .dispatch import dispatch
 from .errors import LayoutError, OperatorError
-from .layout import Factor, Layout, Placements, make_layout, restore_layout
+from .layout import Factor, Layout, PerRank, Placements, make_layout, restore_layout
 from .memo import memo
 from .mesh import Mesh
 from .placement import Placement, Replicate, Shard
-from .redistribute import move
+from .plan import plan
+from .redistribute import move, run
 from .tools import wrap
 
 
@@ -265,7 +266,9 @@ def _align_grad(grad: Any, layout: Layout) -> Any:
         outside = [axis for axis in grad._layout.mesh.axes if axis not in layout.mesh.axes]
         inside = grad.redistribute(placements=grad._layout.without(outside))
         grad = wrap(DTensor, inside._local, inside._layout.replace(mesh=layout.mesh))
-    return grad.redistribute(placements=target)
+    if grad._layout is target or grad.requires_grad:
+        return grad.redistribute(placements=target)
+    return wrap(DTensor, run(grad._local, plan(grad._layout, target), "gradient"), target)
 
 
 # ── autograd through the ways in and out ──────────────────────────────────────────────────────────────────────────────
@@ -308,7 +311,16 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return DTensor.from_local(grad, ctx.layout.mesh, ctx.layout, run_check=False), None
+        mesh = ctx.layout.mesh
+        grad = door(mesh).each(_fitting, mesh, grad, PerRank(ctx.layout.local_shape))
+        return DTensor.from_local(grad, mesh, ctx.layout, run_check=False), None
+
+
+def _fitting(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A rank's gradient, if it has the shape of the rank's piece (bundles of uneven pieces go by the shape of the first)."""
+    if tuple(grad.shape) != shape:
+        raise OperatorError(f"to_local: a gradient of shape {list(grad.shape)} came back for a piece of shape {list(shape)}")
+    return grad
 
 
 class _ToPlain(torch.autograd.Function):

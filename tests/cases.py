@@ -201,12 +201,14 @@ def replicated_is_replicated() -> None:
 def gradients(function: Callable[..., Tensor], tensors: list[Tensor], mesh: Mesh, placements: list[object]) -> None:
     """The value and the gradients of the floating tensors are those of one device."""
     dense = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
-    spread = [sw.distribute_tensor(t, mesh, p).requires_grad_(t.is_floating_point()) for t, p in zip(tensors, placements)]
+    spread = [
+        sw.distribute_tensor(t, mesh, p).requires_grad_(t.is_floating_point()) for t, p in zip(tensors, placements, strict=True)
+    ]
     want, got = function(*dense), function(*spread)
     same(got.detach(), want.detach())
     want.sum().backward()
     got.sum().backward()
-    for x, d in zip(spread, dense):
+    for x, d in zip(spread, dense, strict=True):
         if d.grad is not None:
             same(x.grad, d.grad)
 
@@ -251,5 +253,5 @@ def random_numbers_are_those_of_the_whole_tensor() -> None:
         x = sw.ones(5, 7, mesh=sw.init_mesh(tp=2), placements=[placement])
         drawn.append([F.dropout(x, 0.5), torch.rand_like(x), x.normal_(), torch.multinomial(x.abs(), 2)])
     for one in drawn[1:]:
-        for x, first in zip(one, drawn[0]):
+        for x, first in zip(one, drawn[0], strict=True):
             assert torch.equal(x.full_tensor(), first.full_tensor())

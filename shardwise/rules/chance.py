@@ -114,6 +114,25 @@ def _scaled(x: Tensor, kept: Tensor, scale: float) -> Tensor:
 _random("native_dropout", program=_dropout)
 rule("native_dropout_backward", "..., ... -> ...", linear=((0,),))
 
+# ── leaky by chance ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _rrelu(
+    tools: Any, op: Any, x: Any, noise: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any, **kwargs: Any
+) -> Any:
+    """Negative elements times a random slope, which is written to `noise`; outside of training their mean slope."""
+    training, generator, *_ = [*rest, *[False, None][len(rest) :]]
+    in_place = op._schema.name.endswith("_")
+    if not kwargs.get("training", training):
+        return (aten.leaky_relu_ if in_place else aten.leaky_relu)(x, (lower + upper) / 2)
+    drawn = _draw(tools, tools.layout(x), lambda out, own: out.uniform_(lower, upper, generator=own), generator)
+    noise.copy_(aten.where(x <= 0, drawn, 1.0))
+    return x.mul_(noise) if in_place else x * noise
+
+
+_random("rrelu_with_noise", program=_rrelu)
+_random("rrelu_with_noise_", program=_rrelu)
+
 # ── all at once ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -107,17 +107,27 @@ def test_canonical_merges_what_is_one_interval() -> None:
     assert canonical([whole(16), Factor(1, ("dp",), (0, 1))]) == (Factor(16, ("dp",), (0, 16)),)
 
 
+DIM = (
+    r"Shard\(5\) on axis 'dp' of mesh \(dp=2, tp=4\): "
+    r"the tensor has 2 dims \[4, 4\]; use a dim from -2 to 1"
+)
+FEW = (
+    r"mesh \(dp=2, tp=4\) has 2 axes and takes 2 placements, got 1: \(Shard\(0\),\); "
+    r"name the axes \({'dp': Shard\(0\)}\)"
+)
+
+
 @pytest.mark.parametrize(
     ("shape", "placements", "error", "text"),
     [
-        ((4, 4), [Shard(5), Replicate()], LayoutError, r"Shard\(5\) on axis 'dp' of mesh \(dp=2, tp=4\): the tensor has 2 dims \[4, 4\]; use a dim from -2 to 1"),
+        ((4, 4), [Shard(5), Replicate()], LayoutError, DIM),
         ((), [Shard(0), Replicate()], LayoutError, r"a tensor without dims cannot be cut; use Replicate\(\)"),
-        ((4, 4), [Shard(0)], LayoutError, r"mesh \(dp=2, tp=4\) has 2 axes and takes 2 placements, got 1: \(Shard\(0\),\); name the axes \({'dp': Shard\(0\)}\)"),
+        ((4, 4), [Shard(0)], LayoutError, FEW),
         ((4, 4), {"pp": Shard(0)}, MeshError, r"mesh \(dp=2, tp=4\) has no axis 'pp'; its axes are dp, tp"),
         ((4, 4), [0, Replicate()], LayoutError, r"axis 'dp' takes Shard, Replicate or Partial, got 0"),
         ((4, 4), {"dp": Shard(0, sizes=(1, 2))}, LayoutError, r"needs 2 sizes that add up to 4, got 2 that add up to 3"),
     ],
-)  # fmt: skip
+)
 def test_a_layout_that_cannot_be(shape: Any, placements: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         sw.layout(shape, MESH, placements)

@@ -60,6 +60,13 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten.native_dropout_backward": [
         sample(lambda g, m: aten.native_dropout_backward(g, m, 2.0), (5, 3), one_hot.bool()),
     ],
+    "aten.rrelu_with_noise": [
+        sample(lambda x, n: aten.rrelu_with_noise(x, n, 0.5, 0.5, True), (5, 3), (5, 3), mutates=(1,)),
+        sample(lambda x, n: aten.rrelu_with_noise(x, n), (5, 3), (5, 3)),
+    ],
+    "aten.rrelu_with_noise_": [
+        sample(lambda x, n: aten.rrelu_with_noise_(x, n, 0.5, 0.5, True), (5, 3), (5, 3), mutates=(0, 1)),
+    ],
     "aten.multinomial": [sample(lambda p: aten.multinomial(p, 1), torch.eye(5, 3).roll(3, 0)[[0, 3, 4]], partial=False)],
     "aten.poisson": [sample(lambda x: aten.poisson(x * 0), (5, 3))],
     "aten.binomial": [sample(lambda n: aten.binomial(n, n * 0 + 1), half * 6, partial=False)],

@@ -68,7 +68,15 @@ def fused(name: str, lists: int, **words: Any) -> list[Sample]:
 
 
 ADAM = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
-SGD = {"weight_decay": 0.1, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}  # fmt: skip
+SGD = {
+    "weight_decay": 0.1,
+    "momentum": 0.9,
+    "lr": 0.1,
+    "dampening": 0.0,
+    "nesterov": False,
+    "maximize": False,
+    "is_first_step": False,
+}
 ADAGRAD = {"lr": 0.1, "lr_decay": 0.0, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
 
 SAMPLES: dict[str, list[Sample]] = {

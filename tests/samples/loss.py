@@ -20,8 +20,8 @@ zero_to_one = torch.linspace(0.1, 0.9, 15).view(5, 3)
 signs = torch.tensor([[1.0, -1, 1], [-1, -1, 1], [1, 1, 1], [-1, 1, -1], [1, -1, -1]])
 
 
-def forward(op: Any, *inputs: Any, reductions: Iterable[int] = (MEAN, SUM, NONE), **words: Any) -> list[Sample]:
-    """One sample for each reduction; the first has the full set of inputs."""
+def forward(op: Any, *inputs: Any, reductions: Iterable[int] = (MEAN, NONE), **words: Any) -> list[Sample]:
+    """One sample for each reduction."""
     return [sample(lambda *tensors, r=r: op(*tensors, reduction=r), *inputs, **words) for r in reductions]
 
 
@@ -48,7 +48,10 @@ def nll(op: Any, reduction: int, ignored: int = -100, weight: bool = True) -> Ca
 total = torch.tensor(3.5)
 
 SAMPLES: dict[str, list[Sample]] = {
-    "aten.mse_loss": [*forward(aten.mse_loss, (5, 3), (5, 3)), *forward(aten.mse_loss, (5, 3), (3,), reductions=[MEAN])],
+    "aten.mse_loss": [
+        *forward(aten.mse_loss, (5, 3), (5, 3), reductions=[SUM, NONE]),
+        *forward(aten.mse_loss, (5, 3), (3,), reductions=[MEAN]),
+    ],
     "aten.smooth_l1_loss": forward(aten.smooth_l1_loss, (5, 3), (5, 3)),
     "aten.huber_loss": forward(aten.huber_loss, (5, 3), (5, 3)),
     "aten.soft_margin_loss": forward(aten.soft_margin_loss, (5, 3), signs),

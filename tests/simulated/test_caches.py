@@ -54,7 +54,18 @@ def test_every_cache_is_bounded_and_visible() -> None:
     x = sw.ones(3000, mesh=MESH)
     limit = report["decisions"].limit
     for i in range(limit + 50):
-        x[i % 3000 : i % 3000 + 1 + i // 3000]  # noqa: B018
+        x[i % 3000 : i % 3000 + 1 + i // 3000]
     assert sw.cache_info()["decisions"].size <= limit
     sw.cache_clear()
     assert sw.cache_info().size == 0
+
+
+def test_a_change_of_the_default_dtype_is_seen() -> None:
+    x = sw.ones(4, mesh=MESH, dtype=torch.int64)
+    assert (x / 2).dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (x / 2).dtype == torch.float64 == (x / 2).to_local().dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (x / 2).dtype == torch.float32

@@ -341,3 +341,71 @@ def test_attention_with_dropout_keeps_its_mean(mesh: Mesh) -> None:
     ones = distributed(torch.ones(2, 3, 5, 4), mesh, [Shard(1)] * mesh.ndim)
     got = torch.stack([F.scaled_dot_product_attention(*tensors, ones, dropout_p=0.2).mean() for _ in range(20)])
     assert abs(got.mean().item() - 1) < 0.1 and got.std().item() > 0
+
+
+def test_indexing_a_dim_of_several_factors(mesh: Mesh) -> None:
+    """A flattened dim of which an inner factor is cut: a rank holds several runs of it."""
+    index = torch.tensor([11, 0, 5, 5, 7])
+    programs: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x.index_select(0, index),
+        lambda x: x.gather(0, index[:, None].expand(5, 2)),
+        lambda x: x[index, index % 2],
+        lambda x: x.scatter_add(0, index[:, None].expand(5, 2), torch.ones(5, 2)),
+        lambda x: x.index_put((index[:3],), torch.ones(2)),
+        lambda x: x.tril(-3),
+        lambda x: x[3:9:2],
+        lambda x: F.embedding(index, x),
+        lambda x: F.cross_entropy(x.T, torch.tensor([9, 2])),
+    ]
+    for program in programs:
+        placements = [(R, *[Shard(1)] * (mesh.ndim - 1)) if mesh.ndim > 1 else (Shard(1),)]
+        for cuts in (*placements, [Shard(1)] * mesh.ndim):
+            check(lambda x, run=program: run(x.flatten(0, 1)), [randn(3, 4, 2)], mesh, [cuts])
+
+
+# ── what needs no communication ───────────────────────────────────────────────────────────────────────────────────────
+
+aten = torch.ops.aten
+S0, S1, S2 = Shard(0), Shard(1), Shard(2)
+ONE = torch.tensor([0, 1, 0])
+FREE: dict[str, tuple[Callable[..., Any], list[tuple[Any, Any]]]] = {
+    "mm, inner dim": (torch.mm, [(randn(5, 6), S1), (randn(6, 3), S0)]),
+    "addmm, inner dim": (torch.addmm, [(randn(3), R), (randn(5, 6), S1), (randn(6, 3), S0)]),
+    "linear, outputs": (F.linear, [(randn(2, 5, 6), R), (randn(3, 6), S0), (randn(3), S0)]),
+    "linear, tokens": (F.linear, [(randn(2, 5, 6), S1), (randn(3, 6), R), (randn(3), R)]),
+    "baddbmm": (torch.baddbmm, [(randn(5, 1, 4), S0), (randn(5, 3, 2), S0), (randn(5, 2, 4), S0)]),
+    "embedding, rows": (lambda w, i: F.embedding(i, w), [(randn(5, 3), S0), (ONE, R)]),
+    "embedding, columns": (lambda w, i: F.embedding(i, w), [(randn(5, 3), S1), (ONE, R)]),
+    "embedding, words": (lambda w, i: F.embedding(i, w), [(randn(5, 3), R), (ONE, S0)]),
+    "embedding gradient": (lambda g, i: aten.embedding_dense_backward(g, i, 5, -1, False), [(randn(3, 4), S0), (ONE, S0)]),
+    "nll, batch": (lambda x, t: F.nll_loss(x, t, reduction="sum"), [(randn(3, 5), S0), (ONE, S0)]),
+    "nll, classes": (lambda x, t: F.nll_loss(x, t, reduction="none"), [(randn(3, 5), S1), (ONE, R)]),
+    "mse": (F.mse_loss, [(randn(5, 3), S0), (randn(5, 3), S0)]),
+    "gather, other dim": (lambda x, i: x.gather(0, i), [(randn(5, 3), S1), (ONE[None], S1)]),
+    "gather, index": (lambda x, i: x.gather(1, i), [(randn(1, 5), R), (ONE[None], S1)]),
+    "gather, along": (lambda x, i: x.gather(0, i), [(randn(500, 3), S0), (ONE[None], R)]),
+    "scatter_add": (lambda x, i, y: x.scatter_add(1, i, y), [(randn(3, 5), S0), (ONE[:, None], S0), (randn(3, 1), S0)]),
+    "scatter, along": (lambda x, i: x.scatter(0, i, 1.0), [(randn(5, 3), S0), (ONE[None], R)]),
+    "index_add, source": (lambda x, i, y: x.index_add(0, i, y), [(randn(5, 3), R), (ONE, S0), (randn(3, 3), S0)]),
+    "index, other dim": (lambda x, i: x[i], [(randn(5, 3), S1), (ONE, R)]),
+    "index, numbers": (lambda x, i: x[:, i], [(randn(5, 3), R), (ONE, S0)]),
+    "index_put": (lambda x, i, y: x.index_put((i,), y), [(randn(5, 3), S0), (ONE, R), (randn(3, 3), R)]),
+    "tril": (torch.tril, [(randn(5, 3), S0)]),
+    "slice gradient": (lambda g: aten.slice_backward(g, [9, 3], 0, 2, 7, 1), [(randn(5, 3), S0)]),
+    "select gradient": (lambda g: aten.select_backward(g, [4, 5, 3], 0, 2), [(randn(5, 3), S0)]),
+    "attention, batch": (F.scaled_dot_product_attention, [(randn(3, 2, 5, 4), S0)] * 3),
+    "attention, queries": (F.scaled_dot_product_attention, [(randn(3, 2, 5, 4), S2), *[(randn(3, 2, 5, 4), R)] * 2]),
+    "dropout": (F.dropout, [(randn(5, 3), S1)]),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_it_needs_no_communication(mesh: Mesh, name: str) -> None:
+    function, given = FREE[name]
+    others = [R] * (mesh.ndim - 1)
+    spread = [distributed(tensor, mesh, [placement, *others]) for tensor, placement in given]
+    with sw.trace_comm() as log:
+        out = function(*spread)
+    assert log.records == [] and log.fallbacks == []
+    if name != "dropout":
+        equal(out, function(*(tensor for tensor, _ in given)), name)

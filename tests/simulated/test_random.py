@@ -31,6 +31,7 @@ DRAWS: dict[str, Callable[[DTensor], DTensor]] = {
     "dropout": lambda x: F.dropout(x, 0.5),
     "multinomial": lambda x: torch.multinomial(x.sigmoid(), 2),
     "poisson": lambda x: torch.poisson(torch.full_like(x, 4)),
+    "rrelu": lambda x: F.rrelu(x, training=True),
     "trunc_normal_": lambda x: torch.nn.init.trunc_normal_(x.clone()),
     "kaiming_uniform_": lambda x: torch.nn.init.kaiming_uniform_(x.clone()),
 }
@@ -77,6 +78,12 @@ def test_factories_draw_from_the_same_numbers() -> None:
         torch.manual_seed(2)
         drawn.append(sw.randn(5, 7, mesh=mesh, placements=[Shard(0)] * mesh.ndim).full_tensor())
     assert all(torch.equal(drawn[0], other) for other in drawn)
+
+
+def test_random_numbers_into_an_argument_are_refused() -> None:
+    x = distributed(start(), MESHES[1], [Shard(0)])
+    with pytest.raises(sw.errors.OperatorError, match=r"aten\.rand draws random numbers into an argument"):
+        torch.rand(5, 7, out=x)
 
 
 # ── the count ─────────────────────────────────────────────────────────────────────────────────────────────────────────

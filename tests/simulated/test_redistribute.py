@@ -1,4 +1,4 @@
-"""Redistribution between any two layouts of a mesh gives the target exactly: uneven, empty, reordered and factor cuts, all kinds."""
+"""Redistribution between any two layouts of a mesh gives the target exactly: uneven, empty, reordered, factors, all kinds."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_sum_and_avg_mix_in_one_reduction() -> None:
 
 
 def test_other_mixes_are_refused() -> None:
-    with pytest.raises(LayoutError, match="cannot be pending max and sum at once.*only sum and avg mix"):
+    with pytest.raises(LayoutError, match=r"cannot be pending max and sum at once.*only sum and avg mix"):
         sw.layout((4, 4), sw.init_mesh(a=2, b=2), [Partial("sum"), Partial("max")])
 
 
