@@ -120,6 +120,9 @@ def canonical(factors: Iterable[Factor]) -> Dim:
     >>> canonical([Factor(4, ("dp",), (2, 2)), whole(8)])
     (Factor(size=32, axes=('dp',), sizes=(16, 16)),)
     """
+    factors = tuple(factors)
+    if len(factors) == 1:
+        return factors
     factors = sorted(factors, key=lambda factor: factor.size != 1)  # a factor of size 1 commutes with the others
     if math.prod(f.size for f in factors) == 0:
         shards = math.prod(len(f.sizes) for f in factors)
@@ -141,7 +144,7 @@ def _mergeable(major: Factor, minor: Factor) -> bool:
 class Layout:
     """Mesh, shape, stride, dtype, and for each dim which axes cut it and how. Made by `make_layout` or `Layout.of`."""
 
-    __slots__ = ("__weakref__", "device", "dims", "dtype", "even", "mesh", "partials", "shape", "states", "stride")
+    __slots__ = ("__weakref__", "device", "dims", "dtype", "even", "mesh", "nbytes", "partials", "shape", "states", "stride")
     mesh: Mesh
     dims: tuple[Dim, ...]
     partials: tuple[tuple[str, str], ...]
@@ -153,6 +156,8 @@ class Layout:
     states: dict[str, int | str]
     #: whether every rank holds a local tensor of the same shape
     even: bool
+    #: bytes of the largest local piece
+    nbytes: int
 
     @staticmethod
     def of(
@@ -163,11 +168,11 @@ class Layout:
         stride: Sequence[int] | None = None,
     ) -> Layout:
         """The interned layout of these parts; dims need not be canonical."""
-        dims = tuple(canonical(dim) for dim in dims)
-        shape = torch.Size([math.prod(f.size for f in dim) for dim in dims])
+        placed = tuple([canonical(dim) for dim in dims])
+        shape = torch.Size([dim[0].size if len(dim) == 1 else math.prod(f.size for f in dim) for dim in placed])
         strides = contiguous_stride(shape) if stride is None else tuple(stride)
         pending = tuple(sorted(partials, key=lambda item: mesh.axes.index(item[0])))
-        content = (mesh, dims, pending, dtype, strides)
+        content = (mesh, placed, pending, dtype, strides)
         found = _layouts.get(content)
         if found is None:
             found = _layouts[content] = _build(content, shape)
@@ -254,11 +259,6 @@ class Layout:
         """The size of a dim in the largest local piece."""
         return math.prod(max(f.sizes) for f in self.dims[dim])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the largest local piece."""
-        return math.prod(self.held(dim) for dim in range(self.ndim)) * self.dtype.itemsize
-
     def __repr__(self) -> str:
         dims = ", ".join(_describe(dim, self.mesh) for dim in self.dims)
         pending = ", ".join(f"{kind}@{axis}" for axis, kind in self.partials)
@@ -291,6 +291,7 @@ def _build(content: tuple[Any, ...], shape: torch.Size) -> Layout:
     self.shape, self.device = shape, _device(self.mesh.device)
     self.states = {axis: i for i, dim in enumerate(self.dims) for f in dim for axis in f.axes}
     self.even = all(min(f.sizes) == max(f.sizes) for dim in self.dims for f in dim)
+    self.nbytes = math.prod([max(f.sizes) for dim in self.dims for f in dim]) * self.dtype.itemsize
     for axis, kind in self.partials:
         if axis in self.states:
             raise LayoutError(f"axis {axis!r} cannot both cut dim {self.states[axis]} and be pending a {kind}")

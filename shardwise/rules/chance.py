@@ -121,7 +121,8 @@ def _rrelu(
     tools: Any, op: Any, x: Any, noise: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any, **kwargs: Any
 ) -> Any:
     """Negative elements times a random slope, which is written to `noise`; outside of training their mean slope."""
-    training, generator, *_ = [*rest, *[False, None][len(rest) :]]
+    given: list[Any] = [*rest, *[False, None][len(rest) :]]
+    training, generator = given[:2]
     in_place = op._schema.name.endswith("_")
     if not kwargs.get("training", training):
         return (aten.leaky_relu_ if in_place else aten.leaky_relu)(x, (lower + upper) / 2)
