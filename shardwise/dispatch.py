@@ -94,7 +94,7 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     if make is not None:
         self = make()
         self._local, self._layout = local, known.layout
-        if known.view and args[0].severed:
+        if known.view and (known.severs or args[0].severed):
             self.severed = True
         return self
     if not known.makers:
@@ -114,13 +114,15 @@ class Known:
     argument is written to and given back; None: `_run` has to. `maker` and `layout` are those of a single result.
     """
 
-    __slots__ = ("call", "decision", "edits", "layout", "maker", "makers", "mesh", "per_rank", "signature", "view")
+    __slots__ = ("call", "decision", "edits", "layout", "maker", "makers", "mesh", "per_rank", "severs", "signature", "view")
 
     def __init__(self, cls: Any, decision: Decision, func: Any, mesh: Mesh, positional: int) -> None:
         facts = signature(func)
         self.decision, self.signature, self.mesh = decision, facts, mesh
         self.call = decision.call or raw_call(func)
         self.view = facts.view
+        row = find(func)
+        self.severs = facts.view and (bool(decision.moves) or (row is not None and row.copies))
         self.edits = tuple((facts.names.index(name), value) for name, value in decision.edits.items())
         self.per_rank = any(isinstance(value, PerRank) for value in decision.edits.values())
         self.makers = self._makers(cls, positional)
@@ -261,7 +263,7 @@ def _results(cls: Any, local: Any, known: Known, args: tuple[Any, ...], kwargs: 
             if layout is None:
                 return value
             out = wrap(cls, value, layout)
-            if known.view and (known.decision.moves or args[0].severed):
+            if known.view and (known.severs or args[0].severed):
                 out.severed = True
             return out
         return type(value)(wrapped(item) for item in value) if isinstance(value, list | tuple) else value

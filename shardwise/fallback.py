@@ -110,7 +110,13 @@ def gather(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     if facts.written and any(facts.returns):
         written = [given[name] for name in facts.returns if name]
         return written[0] if len(written) == 1 else tuple(written)
-    return _severed(_wrapped(tools, outs, mesh)) if facts.view else _wrapped(tools, outs, mesh)
+    results = _wrapped(tools, outs, mesh)
+    return _severed(results) if facts.view and _moved(tools, given) else results
+
+
+def _moved(tools: Any, given: dict[str, Any]) -> bool:
+    """Whether any argument was not whole before, so that a view of the gathered one is no view of it."""
+    return any(tools.is_distributed(x) and tools.layout(x).states for x in given.values())
 
 
 def _severed(value: Any) -> Any:

@@ -74,7 +74,7 @@ class DTensor(torch.Tensor):
         if local.requires_grad and torch.is_grad_enabled():
             found: DTensor = _FromLocal.apply(local, layout)
             return found
-        return wrap(DTensor, local, layout)
+        return wrap(DTensor, _settled(local), layout)
 
     def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
         """What this rank holds (in a simulated world: the bundle of what each rank holds)."""
@@ -289,7 +289,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout) -> DTensor:
         ctx.layout = layout
-        return wrap(DTensor, local.detach(), layout)
+        return wrap(DTensor, _settled(local.detach()), layout)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
@@ -431,5 +431,11 @@ def distribute_tensor(
     return found.requires_grad_(tensor.requires_grad)
 
 
+def _settled(x: Tensor) -> Tensor:
+    """The tensor as it lies in memory: local operators do not see the marks of a lazy conjugate or negative."""
+    return x.resolve_conj().resolve_neg() if x.dtype.is_complex or x.is_neg() else x
+
+
 def _own(x: Tensor) -> Tensor:
+    x = _settled(x)
     return x.clone(memory_format=torch.contiguous_format)

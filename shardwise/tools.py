@@ -31,7 +31,7 @@ def local_on(cls: Any, tensor: Any, mesh: Mesh) -> tuple[Tensor, Layout]:
     """A tensor's local value and layout on a mesh; a plain tensor is taken as replicated."""
     if not isinstance(tensor, cls):
         layout = make_layout(tensor.shape, mesh, [Replicate()] * mesh.ndim, tensor.dtype, tensor.stride())
-        return door(mesh).replicate(tensor, mesh), layout
+        return door(mesh).replicate(tensor.resolve_conj().resolve_neg(), mesh), layout
     layout = tensor._layout
     if layout.mesh is mesh:
         return tensor._local, layout

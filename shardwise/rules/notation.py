@@ -58,6 +58,7 @@ class Rule:
     program      runs on DTensors, instead of the sentence, when a letter of `whole` is cut; always where there is no sentence
     function     proposes layouts where a sentence cannot say it, or gives a rule for this one call, of which the inputs are
                  all its tensors in order; where it gives None, the sentence holds
+    copies       its result is a view on one device, but not here
     zipped       its lists go element by element, so they may be split and run apart
     static/free  arguments that enter the key by value / by type only, against the default (see `keyed_by_value`)
     """
@@ -71,6 +72,7 @@ class Rule:
     kernel: KernelMaker | None = None
     program: Kernel | None = None
     function: Callable[[Call], Proposal | Rule | None] | None = None
+    copies: bool = False
     zipped: bool = False
     static: frozenset[str] = frozenset()
     free: frozenset[str] = frozenset()

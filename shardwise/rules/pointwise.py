@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import OperatorError
@@ -85,7 +86,10 @@ def _same(call: Call) -> Proposal:
     return Proposal((layout,), (layout.replace(dtype=one.dtype, stride=one.stride),))
 
 
-rule("alias detach lift_fresh _conj _neg_view", function=_same)
+rule("alias detach lift_fresh", function=_same)
+# One that is only marked as a conjugate or a negative would be read as it lies in memory: below dispatch nobody asks.
+rule("_conj", "... -> ...", linear=((0,),), kernel=lambda *_: torch.conj_physical, copies=True)
+rule("_neg_view", "... -> ...", linear=((0,),), passes="down", kernel=lambda *_: torch.neg, copies=True)
 rule("alias_copy clone detach_copy lift lift_fresh_copy zero", "... -> ...", passes="all")
 
 
@@ -101,7 +105,8 @@ def _to_copy(call: Call) -> Proposal:
             "take its full_tensor() there, or distribute it on a mesh of that device"
         )
     if layout.dtype != one.dtype:
-        kept = ("sum", "avg") if additive((layout.dtype, one.dtype)) else ()
+        narrows = one.dtype.itemsize < layout.dtype.itemsize  # summands that cancel must not be rounded first
+        kept = ("sum", "avg") if additive((layout.dtype, one.dtype)) and not narrows else ()
         layout = layout.replace(partials=[(axis, kind) for axis, kind in layout.partials if kind in kept])
     return Proposal((layout,), (layout.replace(dtype=one.dtype, stride=one.stride),))
 

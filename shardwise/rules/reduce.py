@@ -239,7 +239,7 @@ def _quiet_on_empty(call: Call, wants: Sequence[Layout]) -> Kernel | None:
     def var(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.numel():
             return call.op(x, *args, **kwargs)
-        empty = tuple(x.new_empty(_shape(x, dims, keepdim), dtype=result.dtype) for result in call.results)
+        empty = tuple(x.new_full(_shape(x, dims, keepdim), math.nan, dtype=result.dtype) for result in call.results)
         return empty if len(empty) > 1 else empty[0]
 
     return var

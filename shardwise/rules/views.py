@@ -212,7 +212,13 @@ def _attach(dims: dict[int, Dim], gone: int, factors: Dim) -> None:
 
 
 rule("squeeze.default squeeze_copy.default", function=lambda call: _squeeze(call, range(call.tensors[0].ndim)))
-rule("squeeze.dim squeeze.dims squeeze_copy.dim squeeze_copy.dims", function=lambda call: _squeeze(call, call.dims("dim")))
+
+
+def _squeeze_dims(call: Call) -> Proposal:
+    return _squeeze(call, () if call["dim"] == () else call.dims("dim"))
+
+
+rule("squeeze.dim squeeze.dims squeeze_copy.dim squeeze_copy.dims", function=_squeeze_dims)
 
 
 def _expand(call: Call) -> Proposal:
@@ -292,6 +298,17 @@ def _select_mine(x: Tensor, dim: int, index: int, mine: int | None, size: list[i
 
 
 rule("select.int select_copy.int", function=_select)
+
+
+def _diagonal(call: Call) -> Proposal:
+    layout = call.tensors[0]
+    first, second = int(call["dim1"]) % layout.ndim, int(call["dim2"]) % layout.ndim
+    layout = layout.without((*layout.axes_of(first), *layout.axes_of(second)))
+    kept = [d for i, d in enumerate(layout.dims) if i not in (first, second)]
+    return Proposal((layout,), (_result(call, layout, [*kept, (whole(call.results[0].shape[-1]),)]),))
+
+
+rule("diagonal diagonal_copy", function=_diagonal)
 
 
 # ── several results, several arguments ────────────────────────────────────────────────────────────────────────────────

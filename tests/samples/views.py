@@ -65,6 +65,11 @@ SAMPLES: dict[str, list[Sample]] = {
         sample(lambda x: aten.select.int(x, 0, 2), (4,)),
     ],
     "aten.select_copy.int": [sample(lambda x: aten.select_copy.int(x, 0, 3), (5, 3))],
+    "aten.diagonal": [
+        sample(lambda x: aten.diagonal(x, 1, 0, 2), (5, 3, 4)),
+        sample(lambda x: aten.diagonal(x), (5, 3)),
+    ],
+    "aten.diagonal_copy": [sample(lambda x: aten.diagonal_copy(x, -1), (5, 3))],
     "aten.split.Tensor": [
         sample(lambda x: aten.split.Tensor(x, 2, 0), (5, 3)),
         sample(lambda x: aten.split.Tensor(x, 2, -1), (5, 3)),
