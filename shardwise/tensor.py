@@ -259,6 +259,8 @@ torch.serialization.add_safe_globals([_rebuild, restore_layout, Mesh, Factor])
 
 
 def _align_grad(grad: Any, layout: Layout) -> Any:
+    if grad is None:  # no gradient flows
+        return None
     if not isinstance(grad, DTensor):
         return distribute_tensor(grad, layout.mesh, layout, src_data_rank=None)
     target = layout.replace(stride=grad._layout.stride, dtype=grad._layout.dtype)
