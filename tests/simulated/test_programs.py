@@ -6,11 +6,9 @@ number of programs and the seed can be set: SHARDWISE_PROGRAMS=2000 SHARDWISE_SE
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
@@ -18,10 +16,8 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
+from tests.conftest import PROGRAMS, SEED
 from tests.laws import distributed, equal
-
-PROGRAMS = int(os.environ.get("SHARDWISE_PROGRAMS", "300"))
-SEED = int(os.environ.get("SHARDWISE_SEED", "20261115"))
 
 MESHES = [{"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2}, {"a": 3, "b": 2}, {"a": 2, "b": 2, "c": 2}]
 
@@ -194,12 +190,5 @@ def check(program: Any) -> None:
     max_examples=PROGRAMS, deadline=None, database=None, report_multiple_bugs=False, suppress_health_check=list(HealthCheck)
 )
 @given(programs())
-def random_programs(program: Any) -> None:
+def test_random_programs_mean_what_one_device_means(program: Any) -> None:
     check(program)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_random_programs_mean_what_one_device_means(capsys: pytest.CaptureFixture[str]) -> None:
-    with capsys.disabled():
-        print(f"\n{PROGRAMS} random programs, seed {SEED}", end=" ")
-    random_programs()
