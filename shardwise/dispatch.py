@@ -102,7 +102,8 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     outs = []
     for (make, layout), piece in zip(known.makers, local):  # noqa: B905  `strict` costs as much as an attribute of a wrapper
         self = make()
-        self._local, self._layout = piece, layout
+        self._local = piece
+        self._layout = layout
         outs.append(self)
     return tuple(outs)
 
@@ -143,8 +144,8 @@ class Known:
 
 def _maker(cls: Any, layout: Layout) -> Any:
     """Makes a wrapper that shows the sizes of a layout; quicker where torch may work the strides out."""
-    strides: Any = {} if layout.stride == contiguous_stride(layout.shape) else {"strides": layout.stride}
-    return partial(make_wrapper, cls, layout.shape, **strides, dtype=layout.dtype, device=layout.device)
+    strides = None if layout.stride == contiguous_stride(layout.shape) else layout.stride
+    return partial(make_wrapper, cls, layout.shape, strides, None, None, layout.dtype, torch.strided, layout.device)
 
 
 def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

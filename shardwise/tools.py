@@ -22,7 +22,7 @@ from .redistribute import move
 
 def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:
     """A DTensor around a local value."""
-    self = make_wrapper(cls, layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+    self = make_wrapper(cls, layout.shape, layout.stride, None, None, layout.dtype, torch.strided, layout.device)
     self._local, self._layout = local, layout
     return self
 
