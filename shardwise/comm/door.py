@@ -16,6 +16,9 @@ from ..errors import OperatorError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh
 
+#: Elements for each of a group, in group order; they may differ from rank to rank.
+Counts = tuple[int, ...] | PerRank
+
 
 class Door(Protocol):
     """What a world offers. All verbs are collective over the mesh: every rank calls them in the same order."""
@@ -29,14 +32,7 @@ class Door(Protocol):
     def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce, and keep this rank's equal chunk of dim 0, in group order."""
 
-    def all_to_all(
-        self,
-        x: Tensor,
-        send: tuple[int, ...] | PerRank,
-        receive: tuple[int, ...] | PerRank,
-        mesh: Mesh,
-        axes: tuple[str, ...],
-    ) -> Tensor:
+    def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """x is 1-D: `send[i]` elements go to the i-th of the group, `receive[i]` come from it; a 1-D result."""
 
     def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:

@@ -19,7 +19,7 @@ from .._torch import collectives, register_group, unregister_group
 from ..errors import MeshError, OperatorError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh
-from .door import check_chunks, same_ndim
+from .door import Counts, check_chunks, same_ndim
 from .wire import combine, packed, unpacked, wire
 
 _all_reduce = collectives.all_reduce.default
@@ -166,14 +166,7 @@ class Processes:
             return combine(self._exchanged_chunks(x, mesh, axes), kind)
         return how.decode(_wait(_reduce_scatter(packed(how.encode(x)), how.kind, size, alias)))
 
-    def all_to_all(
-        self,
-        x: Tensor,
-        send: tuple[int, ...] | PerRank,
-        receive: tuple[int, ...] | PerRank,
-        mesh: Mesh,
-        axes: tuple[str, ...],
-    ) -> Tensor:
+    def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Send and receive so many elements to and from each of the group."""
         alias, size = self.prepare(mesh, axes)
         if size == 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..layout import PerRank
 from ..mesh import Mesh
 from .context import Setting, caller
-from .door import Door
+from .door import Counts, Door
 from .simulated import Bundle
 
 
@@ -139,14 +139,7 @@ class Recorder:
         self._count("reduce_scatter", _size(x), mesh, axes)
         return self._door.reduce_scatter(x, kind, mesh, axes)
 
-    def all_to_all(
-        self,
-        x: Tensor,
-        send: tuple[int, ...] | PerRank,
-        receive: tuple[int, ...] | PerRank,
-        mesh: Mesh,
-        axes: tuple[str, ...],
-    ) -> Tensor:
+    def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Record an all_to_all."""
         if _group_size(mesh, axes) > 1:
             self._write("all_to_all", axes, x.element_size() * _most_received(receive, mesh, axes))

@@ -21,7 +21,7 @@ from .._torch import OpOverload, make_wrapper, no_dispatch, no_torch_function, s
 from ..errors import MeshError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh
-from .door import check_chunks, same_ndim
+from .door import Counts, check_chunks, same_ndim
 from .wire import combine
 
 # ── Bundle ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -231,14 +231,7 @@ class Simulated:
 
         return _by_group(x, mesh, axes, deal)
 
-    def all_to_all(
-        self,
-        x: Tensor,
-        send: tuple[int, ...] | PerRank,
-        receive: tuple[int, ...] | PerRank,
-        mesh: Mesh,
-        axes: tuple[str, ...],
-    ) -> Tensor:
+    def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Cut each piece by `send` and put together what each place receives."""
         pieces, out = _pieces(x, mesh), {}
         for group in mesh.groups(axes):
