@@ -26,7 +26,7 @@ from .plan import plan
 from .redistribute import check_moves, run
 from .rules.table import find
 from .signature import Signature, signature
-from .tools import Tools, wrap
+from .tools import Tools, sever, wrap
 
 _decisions = new_cache("decisions", limit=8192)
 _known = _decisions.entries
@@ -94,11 +94,9 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     if make is not None:
         self = make()
         self._local, self._layout = local, known.layout
-        if known.view and (known.severs or args[0].severed):
-            self.severed = True
         return self
     if not known.makers:
-        return args[0] if not args[0].severed else _refuse_write(known.signature, args[0])
+        return args[0]
     outs = []
     for (make, layout), piece in zip(known.makers, local):  # noqa: B905  `strict` costs as much as an attribute of a wrapper
         self = make()
@@ -115,13 +113,12 @@ class Known:
     argument is written to and given back; None: `_run` has to. `maker` and `layout` are those of a single result.
     """
 
-    __slots__ = ("call", "decision", "edits", "layout", "maker", "makers", "mesh", "per_rank", "severs", "signature", "view")
+    __slots__ = ("call", "decision", "edits", "layout", "maker", "makers", "mesh", "per_rank", "severs", "signature")
 
     def __init__(self, cls: Any, decision: Decision, func: Any, mesh: Mesh, positional: int) -> None:
         facts = signature(func)
         self.decision, self.signature, self.mesh = decision, facts, mesh
         self.call = decision.call or raw_call(func)
-        self.view = facts.view
         row = find(func)
         self.severs = facts.view and (bool(decision.moves) or (row is not None and row.copies))
         self.edits = tuple((facts.names.index(name), value) for name, value in decision.edits.items())
@@ -133,7 +130,7 @@ class Known:
 
     def _makers(self, cls: Any, positional: int) -> tuple[tuple[Any, Layout], ...] | None:
         decision, facts = self.decision, self.signature
-        if self.per_rank or not decision.simple or not all(position < positional for position, _ in self.edits):
+        if self.severs or self.per_rank or not decision.simple or not all(position < positional for position, _ in self.edits):
             return None
         if facts.in_place and facts.returns:
             return ()
@@ -231,7 +228,7 @@ def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: Argum
         local = world.each(_call, known.mesh, body, [*given.positional, *extra], given.named)
     else:
         local = body(*given.positional, **given.named)
-    return _results(cls, local, known, args, kwargs)
+    return _results(cls, func, local, known, args, kwargs)
 
 
 def _check_writes(cls: Any, facts: Signature, args: Any, kwargs: Any) -> None:
@@ -252,21 +249,20 @@ def _call(kernel: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -
     return kernel(*args, **kwargs)
 
 
-def _results(cls: Any, local: Any, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _results(cls: Any, func: Any, local: Any, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     facts = known.signature
     if facts.in_place:
         return args[0] if facts.returns else None
-    layouts = iter(known.decision.results)
+    severs = known.severs or (facts.view and args[0].severed)
+    layouts = iter(enumerate(known.decision.results))
 
     def wrapped(value: Any) -> Any:
         if isinstance(value, Tensor):
-            layout = next(layouts)
+            index, layout = next(layouts)
             if layout is None:
                 return value
             out = wrap(cls, value, layout)
-            if known.view and (known.severs or args[0].severed):
-                out.severed = True
-            return out
+            return sever(out, func, args, kwargs, index) if severs else out
         return type(value)(wrapped(item) for item in value) if isinstance(value, list | tuple) else value
 
     if facts.written:

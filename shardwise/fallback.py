@@ -18,6 +18,7 @@ from .layout import make_layout
 from .placement import Replicate
 from .rules.chance import seeded
 from .signature import Signature, signature
+from .tools import sever
 
 Program = Callable[..., Any]
 
@@ -111,7 +112,7 @@ def gather(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         written = [given[name] for name in facts.returns if name]
         return written[0] if len(written) == 1 else tuple(written)
     results = _wrapped(tools, outs, mesh)
-    return _severed(results) if facts.view and _moved(tools, given) else results
+    return _severed(results, func, args, kwargs) if facts.view and _moved(tools, given) else results
 
 
 def _moved(tools: Any, given: dict[str, Any]) -> bool:
@@ -119,10 +120,10 @@ def _moved(tools: Any, given: dict[str, Any]) -> bool:
     return any(tools.is_distributed(x) and tools.layout(x).states for x in given.values())
 
 
-def _severed(value: Any) -> Any:
-    for item in value if isinstance(value, list | tuple) else (value,):
-        item.severed = True
-    return value
+def _severed(value: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(sever(item, func, args, kwargs, i) for i, item in enumerate(value))
+    return sever(value, func, args, kwargs, 0)
 
 
 def _fresh(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -36,8 +36,10 @@ class DTensor(torch.Tensor):
     __slots__ = ("_aligned", "_layout", "_local")  # quicker to set than entries of the instance's dictionary
     _local: Tensor
     _layout: Layout
-    #: whether this is a view on one device but not here, since data had to move: then it cannot be written to
+    #: whether this is a view on one device but not here, since data had to move
     severed = False
+    #: the class of such views
+    Severed: Any = None
     __torch_function__ = no_torch_function
 
     __torch_dispatch__: Any = classmethod(dispatch)
@@ -231,6 +233,39 @@ class DTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, size: Any, stride: Any) -> DTensor:
         return wrap(DTensor, inner["_local"], layout)
+
+
+class Severed(DTensor):
+    """A view on one device that is a copy here, since data had to move. It cannot be written to, and it is made anew when it is
+    read after a write to what it is a view of."""
+
+    severed = True
+    _held: Tensor
+    __torch_dispatch__: Any = classmethod(lambda cls, *args, **kwargs: dispatch(DTensor, *args, **kwargs))
+
+    def follow(self, source: Any, again: Callable[[], Any]) -> None:
+        """Stay a view of `source`: `again()` makes this tensor from it."""
+        self._source, self._again, self._seen = source, again, _writes(source)
+
+    @property
+    def _local(self) -> Tensor:
+        if hasattr(self, "_seen") and (_writes(self._source) != self._seen or self._seen < 0):
+            self._seen = _writes(self._source)
+            fresh = self._again()
+            self._held, self._layout = fresh._local, fresh._layout
+        return self._held
+
+    @_local.setter
+    def _local(self, local: Tensor) -> None:
+        self._held = local
+
+
+DTensor.Severed = Severed
+
+
+def _writes(x: Tensor) -> int:
+    """How often a tensor or a view of it was written to; -1 where torch does not count."""
+    return -1 if x.is_inference() else x._version
 
 
 def _with_dims(value: Tensor, index: tuple[Any, ...], ndim: int) -> Tensor:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,19 @@ def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:
     self = make_wrapper(cls, layout.shape, layout.stride, None, None, layout.dtype, torch.strided, layout.device)
     self._local, self._layout = local, layout
     return self
+
+
+def sever(x: Any, func: Any, args: Any, kwargs: Any, index: int) -> Any:
+    """`x`, result number `index` of a view operator for which data had to move: a copy that follows what it is a view of."""
+    out = wrap(type(x).Severed, x._local, x._layout)
+    out.follow(args[0], partial(_again, func, args, kwargs, index))
+    return out
+
+
+def _again(func: Any, args: Any, kwargs: Any, index: int) -> Any:
+    with torch.no_grad():
+        outs = func(*args, **kwargs)
+    return outs[index] if isinstance(outs, list | tuple) else outs
 
 
 def local_on(cls: Any, tensor: Any, mesh: Mesh) -> tuple[Tensor, Layout]:
