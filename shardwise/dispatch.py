@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from .memo import new_cache
 from .mesh import Mesh
 from .plan import plan
 from .redistribute import check_moves, run
+from .rules.notation import LocalCopy
 from .rules.table import find
 from .signature import Signature, signature
 from .tools import Tools, sever, wrap
@@ -89,7 +90,10 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     _decisions.hits += 1
     for position, value in known.edits:
         values[position] = value
-    local = known.call(*values, **kwargs) if kwargs else known.call(*values)
+    try:
+        local = known.call(*values, **kwargs) if kwargs else known.call(*values)
+    except LocalCopy as copied:
+        return sever(wrap(cls, copied.args[1], known.layout), func, args, kwargs or {}, 0)
     make = known.maker
     if make is not None:
         self = make()
@@ -227,7 +231,10 @@ def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: Argum
         extra = [world.number(item, known.mesh) if isinstance(item, Number) else item for item in decision.extra]
         local = world.each(_call, known.mesh, body, [*given.positional, *extra], given.named)
     else:
-        local = body(*given.positional, **given.named)
+        try:
+            local = body(*given.positional, **given.named)
+        except LocalCopy as copied:
+            return sever(wrap(cls, copied.args[1], cast(Layout, decision.results[0])), func, args, kwargs, 0)
     return _results(cls, func, local, known, args, kwargs)
 
 

@@ -117,6 +117,10 @@ class Call:
         return tuple(int(d) % max(ndim, 1) for d in several)
 
 
+class LocalCopy(Exception):
+    """Carries, after its message, a result that should have been a view of a local tensor but had to be a copy."""
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """What a rule function proposes.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..layout import Dim, Factor, Layout, PerRank, canonical, cut, whole
 from ..mesh import Mesh
-from .notation import Call, Proposal
+from .notation import Call, LocalCopy, Proposal
 from .table import rule
 
 aten = torch.ops.aten
@@ -52,7 +52,15 @@ def _view(call: Call) -> Proposal:
         except Misfit as misfit:
             layout = layout.without(misfit.axes)
         else:
-            return Proposal((layout,), (out,), {"size": local_sizes(out)}, call=view_or_copy)
+            return Proposal((layout,), (out,), {"size": local_sizes(out)}, call=_view_or_tell)
+
+
+def _view_or_tell(x: Tensor, size: list[int], *rest: Any) -> Tensor:
+    """A view; raises LocalCopy where the local memory is laid out otherwise than the global one would be."""
+    try:
+        return torch.Tensor.view(x, size)
+    except RuntimeError:
+        raise LocalCopy("a local tensor cannot be viewed", torch.Tensor.view(x.contiguous(), size)) from None
 
 
 def view_or_copy(x: Tensor, size: list[int], *rest: Any) -> Tensor:

@@ -215,3 +215,16 @@ def test_severed_views_cannot_be_written_to() -> None:
     equal(moved, values(10).view(2, 5), "reading is fine")
     with pytest.raises(sw.OperatorError, match=r"aten.add_ writes to f32\[2, 5\], a view that data had to move for"):
         moved.add_(1)
+
+
+def test_a_local_tensor_that_cannot_be_viewed_is_copied_and_followed() -> None:
+    x = values(4, 6)
+    odd = sw.Bundle([piece.t().contiguous().t() for piece in x.chunk(2)])  # lies in memory as no global tensor would
+    d = DTensor.from_local(odd, sw.init_mesh(a=2), [Shard(0)])
+    for _ in range(2):
+        flat = d.view(-1)
+        d.mul_(2)
+        x.mul_(2)
+        equal(flat, x.view(-1), "follows")
+        with pytest.raises(sw.OperatorError, match="would not reach the tensor"):
+            flat.add_(1)
