@@ -139,4 +139,6 @@ def equal(got: Any, want: Any, about: str, sample: Sample | None = None) -> None
         )
 
 
-MESHES = {"2": sw.init_mesh(a=2), "3": sw.init_mesh(a=3), "2x2": sw.init_mesh(a=2, b=2), "2x2x2": sw.init_mesh(a=2, b=2, c=2)}
+with sw.simulate(8):  # also where this is imported by a process of a real world
+    MESHES = {"2": sw.init_mesh(a=2), "3": sw.init_mesh(a=3), "2x2": sw.init_mesh(a=2, b=2)}
+    MESHES["2x2x2"] = sw.init_mesh(a=2, b=2, c=2)

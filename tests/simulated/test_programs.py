@@ -126,9 +126,11 @@ KINDS = [unary, unary, binary, binary, product, reduction, reshaping, reshaping]
 
 
 @st.composite
-def programs(draw: Draw) -> tuple[dict[str, int], list[Tensor], list[Any], list[tuple[str, Step, list[int]]]]:
+def programs(
+    draw: Draw, meshes: list[dict[str, int]] = MESHES
+) -> tuple[dict[str, int], list[Tensor], list[Any], list[tuple[str, Step, list[int]]]]:
     """A mesh, input tensors with a layout each, and steps."""
-    mesh = draw(st.sampled_from(MESHES))
+    mesh = draw(st.sampled_from(meshes))
     inputs, layouts = [], []
     width = draw(st.integers(1, 6))
     for number in range(draw(st.integers(1, 3))):
