@@ -24,12 +24,11 @@ _quick_calls = new_cache("calls", limit=4096)
 class Arguments:
     """The arguments of one call with locals in the place of tensors, and where each tensor stands."""
 
-    __slots__ = ("key", "layouts", "named", "places", "positional", "tensors")
+    __slots__ = ("key", "layouts", "named", "places", "positional")
 
     def __init__(self, cls: Any, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.key: list[Any] = [operator]
         self.layouts: list[Layout] = []
-        self.tensors: list[Any] = []
         self.places: list[tuple[Any, Any]] = []
         self.positional: list[Any] = list(args)
         self.named: dict[str, Any] = dict(kwargs)
@@ -46,7 +45,6 @@ class Arguments:
             local, layout = local_on(cls, arg, mesh)
             holder[at] = local
             self.places.append((holder, at))
-            self.tensors.append(arg)
             self.layouts.append(layout)
             self.key.append(layout)
         elif isinstance(arg, list | tuple) and arg and type(arg[0]) in WHOLE:

@@ -15,6 +15,7 @@ from torch import Tensor
 from .comm import Door, PerRank, door
 from .comm.policy import check
 from .layout import Layout, Run
+from .memo import memo
 from .plan import Plan, Step, plan
 
 IDENTITY = {"sum": 0, "product": 1, "bxor": 0}
@@ -167,13 +168,15 @@ def _from_parts(flat: Tensor, shape: tuple[int, ...], ranks: int, dim: int) -> T
 
 
 def _take(x: Tensor, step: Step, world: Door) -> Tensor:
+    return world.each(_pick, step.before.mesh, x, _taken(step))
+
+
+@memo("takes", limit=4096)
+def _taken(step: Step) -> PerRank:
+    """For each changed dim, the local positions that a rank keeps."""
     before, after = step.before, step.after
     changed = [i for i in range(before.ndim) if before.dims[i] != after.dims[i]]
-
-    def spans(place: int) -> list[tuple[int, list[Run]]]:
-        return [(i, _positions(before.runs(i, place), after.runs(i, place))) for i in changed]
-
-    return world.each(_pick, before.mesh, x, PerRank(spans))
+    return PerRank(lambda place: [(i, _positions(before.runs(i, place), after.runs(i, place))) for i in changed])
 
 
 def _pick(x: Tensor, spans: list[tuple[int, list[Run]]]) -> Tensor:
@@ -225,14 +228,20 @@ def _keep(x: Tensor, mine: bool, fill: int) -> Tensor:
 
 def _exchange(x: Tensor, step: Step, world: Door) -> Tensor:
     """Every rank sends to every other exactly the intersection of what it holds with what the other wants."""
-    mesh, axes = step.before.mesh, step.axes
-    to_peer, from_peer = PerRank(lambda place: _sent(step, place)), PerRank(lambda place: _received(step, place))
+    mesh = step.before.mesh
+    to_peer, send, from_peer, receive, shape = _exchanged(step)
     outgoing = world.each(_pack, mesh, x, to_peer)
-    send = PerRank(lambda place: tuple(_count(spans) for spans in to_peer.at(place)))
-    receive = PerRank(lambda place: tuple(_count(spans) for spans in from_peer.at(place)))
-    incoming = world.all_to_all(outgoing, send, receive, mesh, axes)
-    shape = PerRank(step.after.local_shape)
+    incoming = world.all_to_all(outgoing, send, receive, mesh, step.axes)
     return world.each(_unpack, mesh, incoming, shape, from_peer)
+
+
+@memo("exchanges", limit=1024)
+def _exchanged(step: Step) -> tuple[PerRank, ...]:
+    """For each peer what goes to it and how much, what comes from it and how much; and the shape of the result."""
+    to_peer, from_peer = PerRank(lambda place: _sent(step, place)), PerRank(lambda place: _received(step, place))
+    send = PerRank(lambda place: tuple(_count(box) for box in to_peer.at(place)))
+    receive = PerRank(lambda place: tuple(_count(box) for box in from_peer.at(place)))
+    return to_peer, send, from_peer, receive, PerRank(step.after.local_shape)
 
 
 Box = list[list[Run]]

@@ -437,9 +437,7 @@ def _unsized(mesh: Mesh, placements: Any) -> Any:
 
 def _summed(probe: Layout, dim: int, shapes: Sequence[Sequence[int]]) -> list[int]:
     """The size of each shard of a dim, major to minor, from the local shapes."""
-    mesh, axes = probe.mesh, probe.axes_of(dim)
-    root = next(iter(range(len(shapes))))
-    return [shapes[place][dim] for place in mesh.peers(root, axes)]
+    return [shapes[place][dim] for place in probe.mesh.peers(0, probe.axes_of(dim))]
 
 
 def distribute_tensor(
