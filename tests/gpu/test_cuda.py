@@ -83,6 +83,20 @@ class Block(nn.Module):
         return F.linear(x, self.embed.weight)
 
 
+def test_autocast(mesh: Mesh) -> None:
+    torch.manual_seed(0)
+    dense = nn.Linear(16, 8).cuda()
+    x = values(4, 16)
+    weight = nn.Parameter(sw.distribute_tensor(dense.weight.data, mesh, {"tp": Shard(0)}))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        want = F.gelu(dense(x))
+        got = F.gelu(F.linear(sw.distribute_tensor(x, mesh, {"dp": Shard(0)}), weight, dense.bias.detach()))
+    assert got.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(got.detach().full_tensor(), want.detach(), atol=2e-2, rtol=2e-2)
+    got.float().sum().backward()
+    assert weight.grad.dtype == torch.float32 and weight.grad.layout is weight.layout
+
+
 CUTS = {"q": 0, "k": 0, "v": 0, "up": 0, "o": 1, "down": 1, "embed": 0}
 
 
