@@ -58,6 +58,8 @@ def _decompose(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
 def functional_form(func: Any) -> Any:
     """The overload that gives as new tensors what `func` writes to one argument or to `out=` arguments; None if none does."""
     facts = signature(func)
+    if not facts.in_place and set(facts.returns) != set(facts.written):
+        return None  # it gives back more, or other things, than it writes to
     name = facts.name.partition(".")[2]
     base = name[:-1] if facts.in_place and name.endswith("_") else name
     wanted = [a for a in _typed(func) if facts.in_place or a[0] not in facts.written]
@@ -155,14 +157,22 @@ def writes_plain(cls: Any, func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def on_plain(tools: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator that writes to a plain tensor on plain tensors: the whole values of its DTensors."""
+    """Run an operator that writes to a plain tensor on plain tensors: the whole values of its DTensors. What it gives beside
+    the tensors it wrote to is replicated."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return [plain(item) for item in value]
         return tools.plain(value) if tools.is_distributed(value) else value
 
-    return func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
+    outs = func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
+    if None not in signature(func).returns:
+        return outs
+    mesh = tools.mesh(*args, *kwargs.values())
+    several = outs if isinstance(outs, list | tuple) else (outs,)
+    new = [_wrapped(tools, door(mesh).each(torch.clone, mesh, door(mesh).replicate(out, mesh)), mesh) for out in several]
+    results = [n if name is None else o for n, o, name in zip(new, several, signature(func).returns, strict=True)]
+    return tuple(results) if isinstance(outs, list | tuple) else results[0]
 
 
 def _owners(cls: Any, args: Any) -> list[Any]:
