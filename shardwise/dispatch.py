@@ -230,6 +230,8 @@ def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: Argum
         world = door(known.mesh)
         extra = [world.number(item, known.mesh) if isinstance(item, Number) else item for item in decision.extra]
         local = world.each(_call, known.mesh, body, [*given.positional, *extra], given.named)
+        if facts.in_place:
+            world.each(_write, known.mesh, given.positional[0], local)
     else:
         try:
             local = body(*given.positional, **given.named)
@@ -250,6 +252,11 @@ def _refuse_write(facts: Signature, x: Any) -> None:
         f"{facts.name} writes to {x._layout}, a view that data had to move for, so the write would not reach the tensor it "
         "is a view of; redistribute that tensor first, or clone the view"
     )
+
+
+def _write(target: Tensor, value: Tensor) -> Tensor:
+    """What a kernel gave, in the argument that the operator writes to, if it is not that argument itself."""
+    return target if value is target else target.copy_(value)
 
 
 def _call(kernel: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:

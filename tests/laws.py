@@ -87,7 +87,7 @@ def every_placement(tensor: Tensor, mesh: Mesh, partial: bool = True) -> Iterato
 
 def placements_of(sample: Sample, mesh: Mesh, limit: int, seed: int = 0) -> list[tuple[Any, ...]]:
     """Combinations of placements of a sample's tensors: all, or a fixed random choice of `limit`."""
-    every = [list(every_placement(t, mesh, sample.partial and i not in sample.mutates)) for i, t in enumerate(sample.tensors)]
+    every = [list(every_placement(t, mesh, sample.partial)) for t in sample.tensors]
     total = 1
     for options in every:
         total *= len(options)

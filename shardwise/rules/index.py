@@ -99,7 +99,8 @@ def _gather_corner(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _scatter_corner(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     given = _named(op, args, kwargs)
-    x, index = given["self"], given["index"]
+    target = x = given["self"]
+    index = given["index"]
     if isinstance(given.get("src"), Tensor):
         given["src"] = _corner(given["src"], index.shape)
     in_place = op._schema.is_mutable
@@ -110,7 +111,7 @@ def _scatter_corner(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     corner = given["self"] = _corner(x, index.shape, given["dim"] % max(x.ndim, 1))
     if in_place:
         op(**given)
-        return args[0]
+        return target if x is target else target.copy_(x)
     if corner is x:
         return op(**given)
     corner.copy_(op(**given))
