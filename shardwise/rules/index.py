@@ -122,6 +122,15 @@ def _if_sizes_differ(program: Callable[..., Any]) -> Callable[[Call], Proposal |
     return lambda call: Proposal((), (), program=program) if _differ(call) else None
 
 
+def _if_without_dims(call: Call) -> Proposal | None:
+    """A tensor without dims is indexed whole: its one row has no dim that could be cut."""
+    first, one = call.tensors[0], call.results[0]
+    if first.ndim:
+        return None
+    result = Layout.of(first.mesh, (), (), one.dtype, one.stride)
+    return Proposal(tuple(t.replicated() for t in call.tensors), (result,))
+
+
 # ── rows along a dim ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 rule(
@@ -131,7 +140,8 @@ rule(
     kernel=_read,
     function=_if_sizes_differ(_gather_corner),
 )
-rule("index_select", "...[dim=s], t -> ...[dim=t]", linear=((0,),), kernel=_read)
+_rows = partial(rule, function=_if_without_dims)
+_rows("index_select", "...[dim=s], t -> ...[dim=t]", linear=((0,),), kernel=_read)
 
 _scatter = partial(rule, kernel=_write, function=_if_sizes_differ(_scatter_corner))
 _scatter("scatter.src", "...[dim=s], ...[dim=t], ...[dim=t] -> ...[dim=s]", linear=((0, 2),), whole="t", lost=None)
@@ -141,10 +151,10 @@ _scatter("scatter.reduce", "...[dim=s], ...[dim=t], ...[dim=t] -> ...[dim=s]", w
 _scatter("scatter_reduce", "...[dim=s], ...[dim=t], ...[dim=t] -> ...[dim=s]", whole="t", lost=None)
 _scatter("scatter_add", "...[dim=s], ...[dim=t], ...[dim=t] -> ...[dim=s]", linear=((0, 2),))
 
-rule("index_add", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", linear=((0, 2),), kernel=_write)
-rule("index_copy", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", linear=((0, 2),), kernel=_write, whole="t", lost=None)
-rule("index_reduce", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", kernel=_write, whole="t", lost=None)
-rule("index_fill", "...[dim=s], t, v -> ...[dim=s]", kernel=_write, whole="t", lost=None)
+_rows("index_add", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", linear=((0, 2),), kernel=_write)
+_rows("index_copy", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", linear=((0, 2),), kernel=_write, whole="t", lost=None)
+_rows("index_reduce", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", kernel=_write, whole="t", lost=None)
+_rows("index_fill", "...[dim=s], t, v -> ...[dim=s]", kernel=_write, whole="t", lost=None)
 
 # ── triangles ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
