@@ -63,7 +63,7 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten.index_add": [
         sample(at(aten.index_add, 0, alpha=2), (5, 3), rows, (3, 3)),
         sample(at(aten.index_add_, 1), (2, 5), rows, (2, 3), mutates=(0,)),
-        sample(at(aten.index_add_, 0), (), torch.tensor([0]), (1,), mutates=(0,)),
+        sample(at(aten.index_add_, 0), (), torch.tensor([0]), (), mutates=(0,)),
     ],
     "aten.index_copy": [
         sample(at(aten.index_copy, 0), (5, 3), distinct, (3, 3)),
