@@ -79,6 +79,7 @@ def _mesh(cls: Any, facts: Signature, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def by_name(facts: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The given arguments with their names."""
     return [*zip(facts.names, args, strict=False), *kwargs.items()]
 
 
