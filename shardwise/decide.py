@@ -164,7 +164,7 @@ def _needs_program(rule: Rule, bound: Bound, call: Call) -> bool:
         isinstance(state, int) and names[state] is not None and _is_whole(bound, names[state])
         for names, tensor in zip(bound.inputs, call.tensors, strict=True)
         for axis, state in tensor.states.items()
-        if tensor.mesh.shape[axis] > 1
+        if tensor.mesh.shape[axis] > 1 and tensor.shape.numel()  # a tensor without elements is gathered for nothing
     )
 
 

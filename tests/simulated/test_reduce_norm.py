@@ -185,3 +185,13 @@ def test_most_shards_may_be_empty(name: str) -> None:
         want = getattr(torch, name)(x, 0)
         for one, other in zip(*(v if isinstance(v, tuple) else (v,) for v in (got, want)), strict=True):
             equal(one, other, f"{name} {placements}")
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp"])
+def test_a_cut_dim_without_elements(name: str) -> None:
+    x = torch.randn(3, 0)
+    d = distributed(x, sw.init_mesh(a=2), [Shard(1)]).requires_grad_()
+    got = getattr(torch, name)(d, 1)
+    equal(got.detach(), getattr(torch, name)(x, 1), name)
+    got.sum().backward()
+    assert d.grad.shape == (3, 0)
