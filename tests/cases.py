@@ -5,7 +5,6 @@ A case is a function without arguments; `RANKS` says on how many ranks it runs.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -101,14 +100,10 @@ def linear_on_three_axes() -> None:
     mesh = sw.init_mesh(dp=2, cp=2, tp=2)
     d = sw.distribute_tensor(x, mesh, {"dp": Shard(0), "cp": Shard(1)})
     e = sw.distribute_tensor(w, mesh, {"tp": Shard(0)})
-    F.linear(d[:2], e)  # loads what torch loads on first use
-    start = time.perf_counter()
     with sw.communication("forbid"):
         got = F.linear(d, e)
-    seconds = time.perf_counter() - start
     same(got, F.linear(x, w))
     assert got.placements == (Shard(0), Shard(1), Shard(2)), got
-    assert seconds < 5, "a first call takes milliseconds (benchmarks/dispatch.py measures it), not seconds"
 
 
 @case(2)

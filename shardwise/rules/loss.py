@@ -17,7 +17,8 @@ from .notation import Call, Proposal
 from .piece import Piece
 from .table import rule
 
-NONE, MEAN, SUM = range(3)
+#: torch's numbers for how a loss is reduced (0: not at all).
+MEAN, SUM = 1, 2
 #: Stands for a target that is not to be counted here; no class has it, whatever `ignore_index` is.
 IGNORED = -100
 

@@ -50,7 +50,6 @@ def test_every_cache_is_bounded_and_visible() -> None:
     report = sw.cache_info()
     assert {"decisions", "plans"} <= report.keys()
     assert report.size <= report.limit
-    assert report.hits == sum(info.hits for info in report.values())
     x = sw.ones(3000, mesh=MESH)
     limit = report["decisions"].limit
     for i in range(limit + 50):
