@@ -114,6 +114,19 @@ def cut(size: int, axes: Sequence[str], mesh: Mesh) -> Factor:
     return Factor(size, tuple(axes), default_sizes(size, [mesh.shape[axis] for axis in axes]))
 
 
+def shard_runs(dim: Dim, shards: Sequence[int]) -> list[Run]:
+    """The intervals of a dim's indices that the given shard of each of its factors holds, ascending.
+
+    >>> shard_runs((whole(2), Factor(4, ("tp",), (2, 2))), [0, 1])
+    [(2, 4), (6, 8)]
+    """
+    runs = [(0, 1)]
+    for factor, index in zip(dim, shards, strict=True):
+        start, size = sum(factor.sizes[:index]), factor.sizes[index]
+        runs = [(i * factor.size + start, i * factor.size + start + size) for lo, hi in runs for i in range(lo, hi) if size]
+    return _joined(runs)
+
+
 def canonical(factors: Iterable[Factor]) -> Dim:
     """The one way to write a product of factors: neighbours merge wherever the product is again an interval per shard.
 
@@ -227,18 +240,12 @@ class Layout:
     def local_shape(self, place: int) -> tuple[int, ...]:
         """The shape of what the rank at a place of the root mesh holds."""
         point = self.mesh.coordinates[place]
-        return tuple(math.prod(f.sizes[self._shard(f, point)] for f in dim) for dim in self.dims)
+        return tuple(math.prod(f.sizes[self.shard_at(f, point)] for f in dim) for dim in self.dims)
 
     def runs(self, dim: int, place: int) -> list[Run]:
         """The intervals of global indices of a dim that the rank at `place` holds, ascending."""
         point = self.mesh.coordinates[place]
-        runs, length = [(0, 1)], 1
-        for factor in self.dims[dim]:
-            index = self._shard(factor, point)
-            start, size = sum(factor.sizes[:index]), factor.sizes[index]
-            runs = [(i * factor.size + start, i * factor.size + start + size) for lo, hi in runs for i in range(lo, hi) if size]
-            length *= factor.size
-        return _joined(runs)
+        return shard_runs(self.dims[dim], [self.shard_at(factor, point) for factor in self.dims[dim]])
 
     def offset(self, place: int) -> tuple[int, ...]:
         """The first global index of each dim that the rank at `place` holds (its size where it holds none)."""
@@ -247,9 +254,10 @@ class Layout:
 
     def shard(self, factor: Factor, place: int) -> int:
         """Which shard of a factor the rank at `place` holds."""
-        return self._shard(factor, self.mesh.coordinates[place])
+        return self.shard_at(factor, self.mesh.coordinates[place])
 
-    def _shard(self, factor: Factor, point: tuple[int, ...]) -> int:
+    def shard_at(self, factor: Factor, point: tuple[int, ...]) -> int:
+        """Which shard of a factor the rank at a coordinate of the mesh holds."""
         index, mesh = 0, self.mesh
         for axis in factor.axes:
             index = index * mesh.shape[axis] + point[mesh.axes.index(axis)]
