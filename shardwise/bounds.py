@@ -75,7 +75,8 @@ def lower_bound(have: Layout, want: Layout) -> int:
     """The least bytes that the worst rank must receive, whatever the algorithm, if elements travel as they are.
 
     A rank receives what it lacks. Where pending values are reduced, each element travels at least once from all but one of
-    those that hold a summand, and once more to all but one of those that want the result; some rank receives the average of that.
+    those that hold a summand, and once more to all but one of those that want the result; some rank receives at least the
+    average of that.
     A value that is to be left pending may lie with any rank of its group.
 
     >>> from shardwise import Mesh, Partial, Replicate, layout
@@ -109,7 +110,7 @@ def _rescales(axis: str, have: Layout, want: Layout) -> bool:
 def _together(have: Layout, axes: list[str]) -> Layout:
     """At least what the ranks of a group over `axes` hold together."""
     dims = list(have.dims)
-    for i, dim in enumerate(dims):
+    for i in range(have.ndim):
         cuts = have.axes_of(i)
         gone = [axis for axis in cuts if axis in axes]
         if gone and cuts[-len(gone) :] != tuple(gone):

@@ -22,7 +22,8 @@ class Step:
     all_gather      `axes` cut dims (each at the minor end), and then no longer do
     all_to_all      `axes` cut dims at their minor ends before and after, other dims or in another order, into equal pieces
     permute         every rank gives its whole piece to one rank, since the same pieces lie elsewhere afterwards
-    exchange        any cuts to any others: every rank gives to every other what that one wants and does not get from a nearer one
+    exchange        any cuts to any others: every rank gets from each of its group what it lacks; `axes` cut `before`, so no
+                    two of a group hold the same
     transfer        the same from one mesh to another; `axes` is empty
 
     Local:
@@ -49,7 +50,7 @@ class Step:
 
     @property
     def bytes(self) -> int:
-        """Bytes that the worst rank receives; pieces of different sizes are gathered and scattered at the size of the largest."""
+        """Bytes that the worst rank receives; uneven pieces are gathered and scattered at the size of the largest."""
         n = self.ranks
         match self.kind:
             case "all_reduce":
