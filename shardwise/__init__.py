@@ -1,7 +1,8 @@
 """Shardwise: distributed tensors that mean what one device means."""
 
 from .comm import Bundle, communication, init_mesh, simulate, trace_comm
-from .errors import CommunicationError, LayoutError, MeshError, OperatorError, ShardwiseError, WorldError
+from .comm.calibrate import calibrate
+from .errors import CommunicationError, LayoutError, MeshError, OperatorError, PlanError, ShardwiseError, WorldError
 from .factories import empty, full, ones, rand, randn, zeros
 from .layout import Layout
 from .layout import make_layout as layout
@@ -9,6 +10,7 @@ from .memo import cache_clear, cache_info
 from .mesh import Mesh
 from .placement import Partial, Placement, Replicate, Shard
 from .plan import plan
+from .relabel import relabel
 from .tensor import DTensor, distribute_tensor
 
 __version__ = "0.1.0"
@@ -23,12 +25,14 @@ __all__ = [
     "OperatorError",
     "Partial",
     "Placement",
+    "PlanError",
     "Replicate",
     "Shard",
     "ShardwiseError",
     "WorldError",
     "cache_clear",
     "cache_info",
+    "calibrate",
     "communication",
     "distribute_tensor",
     "empty",
@@ -39,6 +43,7 @@ __all__ = [
     "plan",
     "rand",
     "randn",
+    "relabel",
     "simulate",
     "trace_comm",
     "zeros",

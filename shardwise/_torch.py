@@ -23,6 +23,7 @@ __all__ = [
     "composite",
     "decompositions",
     "make_wrapper",
+    "new_group",
     "no_dispatch",
     "no_torch_function",
     "overloads",
@@ -113,6 +114,28 @@ collectives: Any = torch.ops._c10d_functional
 #: A name of our own for a process group, equal on every rank, so that a traced graph holds nothing of one rank.
 register_group: Any = _distributed_c10d._register_process_group
 unregister_group: Any = _distributed_c10d._unregister_process_group
+
+
+_c10d: Any = torch.distributed.distributed_c10d
+
+
+def new_group(ranks: tuple[int, ...], name: str) -> Any:
+    """The process group of that name over these ranks in this order, made if it is not there yet; only they come together.
+
+    The public function names a group by the number of groups that this process made before. Ranks that are in different meshes
+    differ in that, and would wait for each other under different names forever. Before torch 2.13 it also sorts the ranks.
+    """
+    job = _c10d.GroupMember.WORLD
+    known = {given: group for group, given in _c10d._world.pg_names.items()}
+    if name in known:
+        return known[name]
+    backend, store = _c10d._world.pg_map[job]
+    timeout = _c10d._get_default_timeout(_c10d.Backend(backend))
+    words = {"timeout": timeout, "device_id": job.bound_device_id}
+    place = ranks.index(job.rank())
+    made, _ = _c10d._new_process_group_helper(len(ranks), place, list(ranks), backend, store, name, **words)
+    _c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
 
 
 def composite(func: OpOverload) -> bool:

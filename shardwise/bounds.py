@@ -7,68 +7,132 @@ less the product of what they share with the source's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, product
+from typing import NamedTuple
 
-from .layout import Factor, Layout, shard_runs, whole
+from .layout import Dim, Layout, shard_runs
 from .memo import memo
+from .mesh import Mesh
 
-Point = tuple[int, ...]
+#: Of meshes with more ranks than this, only some are looked at.
+MOST_POINTS = 4096
+
+#: For each axis of a mesh, the coordinates along it of some ranks.
+Points = dict[str, list[int]]
 
 
 @memo("missing", limit=8192)
-def missing(have: Layout, want: Layout) -> int:
-    """Bytes of `want` that the worst rank does not hold in `have`; what is pending is not looked at.
+def missing(have: Layout, want: Layout, pooled: tuple[str, ...] = ()) -> int:
+    """Bytes of `want` that the worst rank does not hold in `have`, or the worst group over `pooled` axes not together.
+
+    What is pending is not looked at.
 
     >>> from shardwise import Mesh, Shard, Replicate, layout
     >>> mesh = Mesh(("a",), (4,), range(4), "cpu", "simulated")
     >>> missing(layout((8,), mesh, [Shard(0)]), layout((8,), mesh, [Replicate()]))
     24
     """
-    shared = [_Shared(have, want, dim) for dim in range(want.ndim)]
-    worst = 0
-    for before, after in _points(have, want):
-        held = math.prod([s.wanted(after) for s in shared])
-        both = 0 if before is None else math.prod([s.both(before, after) for s in shared])
-        worst = max(worst, held - both)
-    return worst * want.dtype.itemsize
-
-
-def _points(have: Layout, want: Layout) -> Iterator[tuple[Point | None, Point]]:
-    """Where a rank stands in the mesh of `have` (None: nowhere) and of `want`; on one mesh only coordinates that cut differ."""
     if have.mesh is want.mesh:
-        cuts = {axis for layout in (have, want) for axis, state in layout.states.items() if isinstance(state, int)}
-        for point in product(*(range(n) if axis in cuts else (0,) for axis, n in have.mesh.shape.items())):
-            yield point, point
-        return
-    for place, rank in enumerate(want.mesh.ranks):
-        there = have.mesh.place(rank)
-        yield None if there is None else have.mesh.coordinates[there], want.mesh.coordinates[place]
+        at = points(have.mesh, have.mesh.sorted_axes(_cutting(have) | _cutting(want)))
+        return max(_lacks(have, at, want, at, pooled)) * want.dtype.itemsize
+    found = [(have.mesh.place(rank), place) for place, rank in enumerate(want.mesh.ranks)]
+    both = [(place, other) for place, other in found if place is not None]
+    new = [math.prod(want.local_shape(other)) for place, other in found if place is None]
+    here, there = _at(have.mesh, [place for place, _ in both]), _at(want.mesh, [other for _, other in both])
+    return max([*new, *(_lacks(have, here, want, there) if both else ())]) * want.dtype.itemsize
 
 
-class _Shared:
-    """How many indices of one dim a rank wants, and how many of those it holds."""
-
-    def __init__(self, have: Layout, want: Layout, dim: int) -> None:
-        self._have, self._want = have, want
-        self._before, self._after = have.dims[dim], want.dims[dim]
-        self._known: dict[tuple[Point, Point], int] = {}
-
-    def wanted(self, after: Point) -> int:
-        return math.prod(
-            [f.sizes[index] for f, index in zip(self._after, _shards(self._want, self._after, after), strict=True)]
-        )
-
-    def both(self, before: Point, after: Point) -> int:
-        shards = _shards(self._have, self._before, before), _shards(self._want, self._after, after)
-        if shards not in self._known:
-            one, other = shard_runs(self._before, shards[0]), shard_runs(self._after, shards[1])
-            self._known[shards] = sum(max(0, min(b, d) - max(a, c)) for a, b in one for c, d in other)
-        return self._known[shards]
+def _cutting(layout: Layout) -> set[str]:
+    return {axis for axis, state in layout.states.items() if isinstance(state, int)}
 
 
-def _shards(layout: Layout, dim: tuple[Factor, ...], point: Point) -> Point:
-    return tuple([layout.shard_at(factor, point) for factor in dim])
+def _lacks(have: Layout, here: Points, want: Layout, there: Points, pooled: tuple[str, ...] = ()) -> list[int]:
+    """At each point, how many of the elements that a rank wants it does not hold, nor does its group over `pooled` axes."""
+    goals = [Side(dim, want.mesh, there) for dim in want.dims]
+    held = [shares(Side(dim, have.mesh, here), goal, pooled) for dim, goal in zip(have.dims, goals, strict=True)]
+    wanted = [shares(goal, goal) for goal in goals]
+    return [a - b for a, b in zip(products(wanted), products(held), strict=True)]
+
+
+def products(vectors: Sequence[list[int]]) -> list[int]:
+    """The products of the numbers that stand at the same place.
+
+    >>> products([[1, 2], [3, 4]])
+    [3, 8]
+    """
+    return [math.prod(numbers) for numbers in zip(*vectors, strict=True)] if vectors else [1]
+
+
+# ── what ranks share with their target, one dim at a time ─────────────────────────────────────────────────────────────
+
+
+@lru_cache(maxsize=1024)
+def points(mesh: Mesh, axes: tuple[str, ...]) -> Points:
+    """The coordinates of ranks, for each axis of the mesh: all that differ along `axes`, or on a large mesh some of them.
+
+    A bound from some ranks is a bound; the ranks that share least with their target are found at the ends.
+    """
+    sizes = {axis: mesh.shape[axis] for axis in axes}
+    few = math.prod(sizes.values()) > MOST_POINTS
+    every = list(product(*[_span(sizes.get(axis, 1), few) for axis in mesh.axes]))
+    return {axis: [point[i] for point in every] for i, axis in enumerate(mesh.axes)}
+
+
+def _span(size: int, few: bool) -> Sequence[int]:
+    return sorted({0, 1, size // 2, size - 1}) if few and size > 4 else range(size)
+
+
+def _at(mesh: Mesh, places: list[int]) -> Points:
+    return {axis: [mesh.coordinates[place][i] for place in places] for i, axis in enumerate(mesh.axes)}
+
+
+class Side(NamedTuple):
+    """A cut of one dim, and ranks that hold a part of it each, by their coordinates in its mesh."""
+
+    dim: Dim
+    mesh: Mesh
+    at: Points
+
+    def shards(self) -> list[tuple[int, ...]]:
+        """At each point, the shard of each factor that a rank there holds."""
+        found = []
+        for factor in self.dim:
+            index = [0] * len(next(iter(self.at.values())))
+            for axis in factor.axes:
+                n = self.mesh.shape[axis]
+                index = [i * n + value for i, value in zip(index, self.at[axis], strict=True)]
+            found.append(index)
+        return list(zip(*found, strict=True))
+
+
+def shares(have: Side, want: Side, pooled: Sequence[str] = ()) -> list[int]:
+    """At each point, how many of the indices that a rank wants of a dim it holds, or its group over `pooled` axes does."""
+    goals = want.shards()
+    axes = [axis for factor in have.dim for axis in factor.axes if axis in pooled]
+    total = [0] * len(goals)
+    for values in product(*[range(have.mesh.shape[axis]) for axis in axes]):
+        moved = {axis: [value] * len(goals) for axis, value in zip(axes, values, strict=True)}
+        found = _overlaps(have.dim, have._replace(at=have.at | moved).shards() if moved else have.shards(), want.dim, goals)
+        total = [sofar + more for sofar, more in zip(total, found, strict=True)]
+    return total
+
+
+def _overlaps(one: Dim, mine: list[tuple[int, ...]], other: Dim, theirs: list[tuple[int, ...]]) -> list[int]:
+    """How many indices of a dim shards of one cut share with shards of another, pair by pair."""
+    if len(one) == len(other) == 1:
+        a, b = ([0, *accumulate(factor.sizes)] for factor in (one[0], other[0]))
+        pairs = zip(mine, theirs, strict=True)
+        return [max(0, min(a[i + 1], b[j + 1]) - max(a[i], b[j])) for (i,), (j,) in pairs]
+    found = []
+    for at, there in zip(mine, theirs, strict=True):
+        runs, goals = shard_runs(one, at), shard_runs(other, there)
+        found.append(sum([max(0, min(b, d) - max(a, c)) for a, b in runs for c, d in goals]))
+    return found
+
+
+# ── the bound ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def lower_bound(have: Layout, want: Layout) -> int:
@@ -76,8 +140,7 @@ def lower_bound(have: Layout, want: Layout) -> int:
 
     A rank receives what it lacks. Where pending values are reduced, each element travels at least once from all but one of
     those that hold a summand, and once more to all but one of those that want the result; some rank receives at least the
-    average of that.
-    A value that is to be left pending may lie with any rank of its group.
+    average of that. A value that is to be left pending may lie with any rank of its group.
 
     >>> from shardwise import Mesh, Partial, Replicate, layout
     >>> mesh = Mesh(("a",), (4,), range(4), "cpu", "simulated")
@@ -86,36 +149,46 @@ def lower_bound(have: Layout, want: Layout) -> int:
     """
     if have.mesh is not want.mesh:
         return _across(have, want)
+    mesh, left = have.mesh, tuple(axis for axis, _ in want.partials)
+    group = math.prod([mesh.shape[axis] for axis in left])
+    transfers = reductions(have.partials, want)
+    if not transfers:
+        return max(-(-missing(have, want, left) // group), _carried(have, want, left) if have.partials else 0)
+    return max(-(-want.nbytes // group), _average(want, transfers, mesh.size))
+
+
+def reductions(pending: Sequence[tuple[str, str]], want: Layout) -> int:
+    """How often each element must travel at the least, if reductions over these axes are pending; 0 if none is due.
+
+    Once from every summand that does not lie in the group where the first result is completed, and once to every other group.
+    """
+    mesh = want.mesh
+    left = {axis for axis, _ in want.partials}
+    summands = math.prod([mesh.shape[axis] for axis, _ in pending])
+    inside = math.prod([mesh.shape[axis] for axis, _ in pending if axis in left])
+    copies = math.prod([n for axis, n in mesh.shape.items() if axis not in want.states])
+    return summands - inside + copies - 1 if summands > inside else 0
+
+
+def carried(pending: Sequence[tuple[str, str]], want: Layout, lacking: int) -> float:
+    """The elements that ranks receive on average at the least, if groups over which the target is left pending lack so many in
+    total, each counted on every rank of the group, and what they lack is pending elsewhere.
+
+    Every summand of an element travels once, or is added to one that does, and the sum once to each group that lacks it.
+    """
+    mesh = want.mesh
+    group = math.prod([mesh.shape[axis] for axis, _ in want.partials])
+    summands = math.prod([mesh.shape[axis] for axis, _ in pending])
+    copies = math.prod([n for axis, n in mesh.shape.items() if axis not in want.states])
+    return ((summands - 1) / copies + 1) * lacking / group / mesh.size
+
+
+def _carried(have: Layout, want: Layout, left: tuple[str, ...]) -> int:
     mesh = have.mesh
-    changed = [axis for axis in mesh.axes if have.states.get(axis) != want.states.get(axis) and not _rescales(axis, have, want)]
-    reduced = [axis for axis in changed if isinstance(have.states.get(axis), str)]
-    fresh = [axis for axis in changed if isinstance(want.states.get(axis), str)]
-    group = math.prod(mesh.shape[axis] for axis in fresh)
-    if not reduced:
-        return -(-missing(_together(have, fresh), want) // group)
-    summands = math.prod(mesh.shape[axis] for axis in reduced)
-    inside = math.prod(mesh.shape[axis] for axis in reduced if axis in fresh)
-    if inside == summands:
+    if mesh.size > MOST_POINTS:
         return 0
-    copies = math.prod(n for axis, n in mesh.shape.items() if axis not in want.states)
-    apart = math.prod(n for axis, n in mesh.shape.items() if isinstance(want.states.get(axis), str) and axis not in fresh)
-    return max(-(-want.nbytes // group), _average(want, summands - inside + copies - 1, mesh.size // apart))
-
-
-def _rescales(axis: str, have: Layout, want: Layout) -> bool:
-    """Whether a pending sum becomes a pending average or the reverse, which is arithmetic on each rank alone."""
-    return {have.states.get(axis), want.states.get(axis)} == {"sum", "avg"} and have.dtype.is_floating_point
-
-
-def _together(have: Layout, axes: list[str]) -> Layout:
-    """At least what the ranks of a group over `axes` hold together."""
-    dims = list(have.dims)
-    for i in range(have.ndim):
-        cuts = have.axes_of(i)
-        gone = [axis for axis in cuts if axis in axes]
-        if gone and cuts[-len(gone) :] != tuple(gone):
-            dims[i] = (whole(have.shape[i]),)
-    return have.replace(dims=dims).without(axes)
+    at = points(mesh, mesh.axes)
+    return math.ceil(carried(have.partials, want, sum(_lacks(have, at, want, at, left))) * want.dtype.itemsize)
 
 
 def _average(want: Layout, transfers: int, ranks: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
-from .cost import PER_WORK, all_reduce, change
+from .cost import PER_WORK, Link, all_reduce, change, links
 from .layout import Dim, Layout, cut, whole
 from .rules.notation import Call, Kernel, Proposal, Result, Rule, additive, labels
 
@@ -192,11 +192,13 @@ def _choose(rule: Rule, call: Call, bound: Bound, axis: str) -> Candidate | None
     plain = Candidate((None,) * len(have), (None,) * len(bound.outputs))
     if not any(state is not None for state in have):
         return plain
+    mesh = call.tensors[0].mesh
+    ranks, link = mesh.shape[axis], links(mesh)[axis]
     best, least = None, float("inf")
     for candidate in (*_passes(rule, bound, have), *_cuts(rule, bound, have), plain):  # the first of equals is taken
         if call.written is not None and not _keeps(candidate, have, call.written):
             continue
-        seconds = _price(candidate, call, bound, have, axis)
+        seconds = _price(candidate, call, bound, have, ranks, link)
         if seconds < least:
             best, least = candidate, seconds
     return best
@@ -249,17 +251,16 @@ def _through(passes: str | None, kind: str, floating: bool) -> str | None:
     return kind if passes == "up" else SWAPPED[kind] if floating else None
 
 
-def _price(candidate: Candidate, call: Call, bound: Bound, have: tuple[State, ...], axis: str) -> float:
+def _price(candidate: Candidate, call: Call, bound: Bound, have: tuple[State, ...], ranks: int, link: Link) -> float:
     """Seconds to reach the candidate, to pay later for what it leaves pending, and to compute."""
-    ranks = call.tensors[0].mesh.shape[axis]
     seconds = 0.0
     for tensor, now, want in zip(call.tensors, have, candidate.wants, strict=True):
         if now != want:
-            seconds += change(now, want, tensor.nbytes, ranks)
+            seconds += change(now, want, tensor.nbytes, ranks, link)
     triples = zip(call.results, bound.outputs, candidate.results, strict=True)
     pending = [_held(result, names, call, bound) for result, names, state in triples if isinstance(state, str)]
     if pending:  # results are reduced together; what becomes pending only here meets more before it is reduced
-        seconds += (1.0 if candidate.label is None else 0.5) * all_reduce(sum(pending), ranks)
+        seconds += (1.0 if candidate.label is None else 0.5) * all_reduce(sum(pending), ranks, link)
     return seconds + bound.work * PER_WORK / (1 if candidate.label is None else ranks)
 
 

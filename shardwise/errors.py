@@ -3,6 +3,7 @@
     ShardwiseError
     ├── MeshError            a mesh that cannot be: unknown axis, wrong size, ranks the world does not have
     ├── LayoutError          a layout that cannot be: wrong dim, too few placements, mixed Partials
+    ├── PlanError            a redistribution that cannot be planned: too little memory, no groups, another world
     ├── OperatorError        an operator that cannot take these layouts
     ├── CommunicationError   communication that `sw.communication("forbid")` refused
     └── WorldError           the world around: ranks that disagree, a value that differs between simulated ranks
@@ -21,6 +22,10 @@ class MeshError(ShardwiseError, ValueError):
 
 class LayoutError(ShardwiseError, ValueError):
     """A layout that cannot be."""
+
+
+class PlanError(ShardwiseError, RuntimeError):
+    """A redistribution that cannot be planned as asked."""
 
 
 class OperatorError(ShardwiseError, RuntimeError):

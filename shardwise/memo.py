@@ -12,6 +12,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from .errors import ShardwiseError
+
+#: The caches of what was chosen by its price and by the groups at hand: they must forget when either changes.
+CHOICES = ("decisions", "plans")
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -99,8 +104,17 @@ def cache_info() -> CacheReport:
     return CacheReport({name: cache.info() for name, cache in _caches.items()})
 
 
-def cache_clear() -> None:
-    """Forget everything that was decided and planned."""
-    for cache in _caches.values():
+def cache_clear(*names: str) -> None:
+    """Forget what the named caches hold; without a name, everything that was decided and planned.
+
+    >>> cache_clear("plans")
+    >>> cache_info()["plans"].size
+    0
+    """
+    for name in names:
+        if name not in _caches:
+            raise ShardwiseError(f"no cache is called {name!r}; there are {', '.join(sorted(_caches))}")
+    for name in names or _caches:
+        cache = _caches[name]
         cache.entries.clear()
         cache.hits = cache.misses = 0

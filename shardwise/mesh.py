@@ -1,4 +1,4 @@
-"""Mesh: named axes over ranks. Frozen and interned: equal meshes are one object. Knows no process group.
+"""Mesh: named axes over ranks. Frozen and interned: equal meshes are one object. Makes no process group.
 
 A *place* is a position in the root mesh's list of ranks; what a rank holds is a function of its place.
 
@@ -17,12 +17,19 @@ from itertools import product
 from typing import Any
 
 from .errors import MeshError
+from .memo import CHOICES, cache_clear
 
 _meshes: dict[tuple[Any, ...], Mesh] = {}
+#: What a mesh may be told about its groups, by whether they must be made explicitly.
+_GROUPS = ("auto", "explicit")
 
 
 class Mesh:
-    """Named axes over ranks; a sub-mesh (`mesh["tp"]`) keeps its root and names some of its axes."""
+    """Named axes over ranks; a sub-mesh (`mesh["tp"]`) keeps its root and names some of its axes.
+
+    slow      the axes whose links are slow, as between machines
+    explicit  whether a group over several axes may be used only after `flatten` made it known, since communicators cost memory
+    """
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -30,8 +37,13 @@ class Mesh:
     device: str
     world: str
     root: Mesh
+    slow: tuple[str, ...]
+    explicit: bool
+    # The one fact of a root that changes. It is no part of its identity: a group that becomes known makes other plans possible
+    # and no layout another, so tensors made before and after stay on one mesh. Like the groups, it belongs to one process.
+    _flattened: set[frozenset[str]]
 
-    def __new__(
+    def __new__(  # noqa: PLR0913  a mesh is these facts
         cls,
         axes: Iterable[str],
         sizes: Iterable[int],
@@ -39,13 +51,19 @@ class Mesh:
         device: str,
         world: str,
         of: Mesh | None = None,
+        slow: str | Iterable[str] = (),
+        groups: str = "auto",
     ) -> Mesh:
-        content = (tuple(axes), tuple(int(n) for n in sizes), tuple(int(r) for r in ranks), device, world, of)
+        names = tuple(axes)
+        slow = _slow_axes(names, slow) if of is None else tuple(axis for axis in names if axis in of.slow)
+        explicit = _is_explicit(groups) if of is None else of.explicit
+        content = (names, tuple(int(n) for n in sizes), tuple(int(r) for r in ranks), device, world, of, slow, explicit)
         if content not in _meshes:
             _check(content[0], content[1], content[2] if of is None else None)
             self = super().__new__(cls)
             self.axes, self.sizes, self.ranks, self.device, self.world = content[:5]
             self.root = self if of is None else of
+            self.slow, self.explicit, self._flattened = slow, explicit, set()
             _meshes[content] = self
         return _meshes[content]
 
@@ -98,6 +116,54 @@ class Mesh:
         sizes = (self.shape[name] for name in names)
         return Mesh(names, sizes, self.ranks, self.device, self.world, self.root)
 
+    def flatten(self, *axes: str) -> Mesh:
+        """The given axes (none: all) as the one axis of a mesh, the first varying slowest; their group may be used from now on.
+
+        >>> mesh = Mesh(("dp", "pp", "tp"), (2, 2, 2), range(8), "cpu", "simulated", groups="explicit")
+        >>> flat = mesh.flatten("dp", "tp")
+        >>> flat.shape, [flat.coordinate(rank) for rank in (0, 1, 4, 5)], mesh.usable(("dp", "tp"))
+        ({'dp_tp': 4}, [(0,), (1,), (2,), (3,)], True)
+        """
+        names, root = axes or self.axes, self.root
+        if len(set(names)) != len(names):
+            raise MeshError(f"flatten takes each axis once, got {', '.join(names)}")
+        size = math.prod([self.size_of(name) for name in names])
+        if len(names) == 1:
+            return self[names]
+        flat = "_".join(names)
+        if flat in root.axes:
+            raise MeshError(f"mesh {root} has an axis {flat!r}, which is what {', '.join(names)} are called as one; rename it")
+        root._learn(names)
+        first = min(map(root.axes.index, names))  # so that neighbours, flattened in order, leave the ranks in order
+        before, after = root.axes[:first], [axis for axis in root.axes[first:] if axis not in names]
+        sizes = [{**root.shape, flat: size}[axis] for axis in (*before, flat, *after)]
+        ranks = [root.ranks[place] for place in root.peers(0, (*before, *names, *after))]
+        slow = [flat if axis in names else axis for axis in root.slow]
+        return Mesh((*before, flat, *after), sizes, ranks, root.device, root.world, None, slow, _GROUPS[root.explicit])[flat]
+
+    def _learn(self, axes: tuple[str, ...]) -> None:
+        """From now on the group over these axes of a root may be used."""
+        group = self._crossed(axes)
+        if self.explicit and len(group) > 1 and group not in self._flattened:
+            self._flattened.add(group)
+            cache_clear(*CHOICES)
+
+    def usable(self, axes: Iterable[str]) -> bool:
+        """Whether a collective may run over these axes together: always, unless the mesh was made with `groups="explicit"`.
+
+        >>> mesh = Mesh(("dp", "tp"), (2, 2), range(4), "cpu", "simulated", groups="explicit")
+        >>> mesh.usable(("dp",)), mesh.usable(("dp", "tp"))
+        (True, False)
+        """
+        if not self.explicit:
+            return True
+        group = self.root._crossed(axes)
+        return len(group) < 2 or group in self.root._flattened
+
+    def _crossed(self, axes: Iterable[str]) -> frozenset[str]:
+        """The axes along which ranks differ at all: with or without the others, the group is the same."""
+        return frozenset([axis for axis in axes if self.shape[axis] > 1])
+
     def size_of(self, axis: str) -> int:
         """The size of one axis."""
         try:
@@ -138,14 +204,18 @@ class Mesh:
         return tuple(sorted(set(axes), key=self.root.axes.index))
 
     def __repr__(self) -> str:
-        return f"Mesh({', '.join(f'{a}={n}' for a, n in self.shape.items())})"
+        facts = [f"{axis}={size}" for axis, size in self.shape.items()]
+        facts += [f"slow={self.slow}"] if self.slow else []
+        facts += [f"groups={_GROUPS[True]!r}"] if self.explicit else []
+        return f"Mesh({', '.join(facts)})"
 
     def __str__(self) -> str:
         return repr(self)[len("Mesh") :]
 
     def __reduce__(self) -> tuple[Any, ...]:
         of = None if self.root is self else self.root
-        return Mesh, (self.axes, self.sizes, self.ranks, self.device, self.world, of)
+        facts = (self.axes, self.sizes, self.ranks, self.device, self.world, of, self.slow, _GROUPS[self.explicit])
+        return Mesh, facts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self
@@ -179,3 +249,23 @@ def _check(axes: tuple[str, ...], sizes: tuple[int, ...], ranks: tuple[int, ...]
         raise MeshError(f"each axis has one positive size, got axes {axes} and sizes {sizes}")
     if ranks is not None and (len(ranks) != math.prod(sizes) or len(set(ranks)) != len(ranks)):
         raise MeshError(f"a mesh of sizes {sizes} takes {math.prod(sizes)} different ranks, got {len(ranks)}")
+
+
+def _slow_axes(axes: tuple[str, ...], slow: str | Iterable[str]) -> tuple[str, ...]:
+    """The slow axes in the mesh's order."""
+    given = (slow,) if isinstance(slow, str) or not isinstance(slow, Iterable) else tuple(slow)
+    unknown = [name for name in given if name not in axes]
+    if unknown:
+        raise MeshError(
+            f'slow names axes with slow links, e.g. slow=("dp",); the axes are {", ".join(axes) or "none"}, got {unknown[0]!r}'
+        )
+    return tuple(axis for axis in axes if axis in given)
+
+
+def _is_explicit(groups: str) -> bool:
+    if groups not in _GROUPS:
+        raise MeshError(
+            f'groups is "auto" (those that plans need are made by themselves) or "explicit" (only those that mesh.flatten made '
+            f"are used), got {groups!r}"
+        )
+    return groups == "explicit"

@@ -1,217 +1,277 @@
-"""plan(have, want): the steps that turn one layout into another on the same mesh. Pure, cached, bounded.
+"""plan(have, want): the cheapest steps that turn one layout into another, with a certificate. Pure, cached, bounded.
 
-Each step names the layouts before and after it; running one is `redistribute`'s work. The order is: reduce what is pending, cut
-what can be cut without communication, then gather, swap or exchange, then split what the target leaves pending.
+On one mesh the steps come from `search`; between meshes what is pending is reduced first, then exactly the pieces that ranks
+lack are transferred. Every plan is interpreted on index sets when it is made (`denote`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
-from .cost import LATENCY, PER_BYTE
-from .errors import LayoutError
-from .layout import Dim, Factor, Layout
+from .bounds import lower_bound
+from .cost import Link, links, local, route
+from .denote import prove
+from .errors import LayoutError, PlanError
+from .layout import Factor, Layout, default_sizes
 from .memo import memo
+from .search import search, seconds
+from .step import LOCAL, Step
 
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One move between two layouts over some axes.
-
-    kind: "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "exchange" (each one collective over `axes`), or the
-    local "take" (keep my shard), "split" (leave a value pending: the first rank keeps it).
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    before: Layout = field(repr=False)
-    after: Layout = field(repr=False)
-    dim: int = -1
-    target: int = -1
-
-    @property
-    def communicates(self) -> bool:
-        """Whether data crosses ranks."""
-        return self.kind not in ("take", "split") and self.ranks > 1
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks of one group."""
-        total = 1
-        for axis in self.axes:
-            total *= self.before.mesh.shape[axis]
-        return total
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that the worst rank receives."""
-        have, n = self.before.nbytes, self.ranks
-        received = {
-            "all_reduce": 2 * have * (n - 1) // n,
-            "reduce_scatter": have * (n - 1) // n,
-            "all_gather": have * (n - 1),
-            "all_to_all": have * (n - 1) // n,
-            "exchange": self.after.nbytes,
-        }
-        return received.get(self.kind, 0)
-
-    def __str__(self) -> str:
-        over = f" over {','.join(self.axes)}" if self.axes else ""
-        return f"{self.kind}{over}: {self.before} → {self.after}"
+#: Ways to plan that `Plan.explain` compares with the chosen one: steps left out, and whether the memory bound is lifted.
+_OTHER_WAYS = {
+    "gather, then cut": (("all_to_all", "permute", "exchange"), True),
+    "no exchange": (("exchange",), False),
+    "no exchange, any memory": (("exchange",), True),
+    "exchange only": (("all_gather", "all_to_all", "permute", "reduce_scatter"), False),
+    "all-reduce, no reduce-scatter": (("reduce_scatter",), False),
+    "no all-reduce": (("all_reduce",), False),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The steps from one layout to another."""
+    """The steps from one layout to another, and what they cost.
+
+    >>> from shardwise import Mesh, Shard, layout
+    >>> mesh = Mesh(("a", "b"), (2, 2), range(4), "cpu", "simulated")
+    >>> found = plan(layout((8, 4), mesh, [Shard(0), Shard(1)]), layout((8, 4), mesh, [Shard(1), Shard(0)]))
+    >>> found.collectives, found.bytes, found.lower_bound, found.ratio
+    (1, 32, 32, 1.0)
+    """
 
     have: Layout
     want: Layout
     steps: tuple[Step, ...]
+    max_bytes: float = field(default=math.inf, repr=False)
 
     @property
     def collectives(self) -> int:
         """The number of steps that communicate."""
-        return sum(step.communicates for step in self.steps)
+        return sum([step.communicates for step in self.steps])
 
     @property
     def bytes(self) -> int:
-        """Bytes that the worst rank receives."""
-        return sum(step.bytes for step in self.steps)
+        """Bytes received in all steps together, each counted on its worst rank."""
+        return sum([step.bytes for step in self.steps])
+
+    @property
+    def lower_bound(self) -> int:
+        """Bytes that the worst rank must receive whatever the algorithm."""
+        return lower_bound(*_lifted(self.have, self.want))
+
+    @property
+    def ratio(self) -> float:
+        """Bytes received over the lower bound; 1 where nothing must be received and nothing is."""
+        return self.bytes / self.lower_bound if self.lower_bound else math.inf if self.bytes else 1.0
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layouts on the way, from the first to the last."""
+        return self.have, *(step.after for step in self.steps)
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that any step's input or output takes on a rank."""
-        return max((max(s.before.nbytes, s.after.nbytes) for s in self.steps), default=self.have.nbytes)
+        """The most bytes that a rank holds in any layout on the way; buffers within a step come on top."""
+        return max(layout.nbytes for layout in self.layouts)
 
     @property
     def cost(self) -> float:
         """Estimated seconds."""
-        return sum(LATENCY * s.communicates + s.bytes * PER_BYTE for s in self.steps)
+        return sum([_seconds(step) for step in self.steps])
 
     def __str__(self) -> str:
-        head = f"{self.have} → {self.want}: {self.collectives} collectives, {self.bytes} bytes received"
-        return "\n".join([head, *(f"  {step}" for step in self.steps)])
+        lines = [
+            (f"  {_name(step)}", str(step.after), f"{step.bytes:,} bytes" if step.communicates else "") for step in self.steps
+        ]
+        widths = [max((len(line[i]) for line in lines), default=0) for i in (0, 1)]
+        shown = [f"{a:<{widths[0]}}  → {b:<{widths[1]}}  {c}".rstrip() for a, b, c in lines]
+        return "\n".join([f"{self.have} → {self.want}: {self._summary()}", *shown])
+
+    def _summary(self) -> str:
+        plural = "" if self.collectives == 1 else "s"
+        bound = f"{self.bytes:,} bytes received (at least {self.lower_bound:,}: {self.ratio:.2f})"
+        return f"{self.collectives} collective{plural}, {bound}, peak {self.peak_bytes:,} bytes, {_time(self.cost)}"
+
+    def explain(self) -> str:
+        """The plan, and the other ways to go with what each costs.
+
+        >>> from shardwise import Mesh, Replicate, Shard, layout
+        >>> mesh = Mesh(("a", "b"), (2, 2), range(4), "cpu", "simulated")
+        >>> print(plan(layout((8, 4), mesh, [Shard(0), Shard(1)]), layout((8, 4), mesh, [Shard(1), Shard(0)])).explain())
+        f32[8@a, 4@b] → f32[8@b, 4@a]: 1 collective, 32 bytes received (at least 32: 1.00), peak 32 bytes, 20 µs
+          permute over a,b  → f32[8@b, 4@a]  32 bytes
+        Rejected:
+          gather, then cut  20.1 µs, 1 collective, 96 bytes, peak 128 (over the bound of 32): all_gather over a,b, take over a,b
+          exchange only       30 µs, 1 collective, 32 bytes, peak 32: exchange over a,b
+        """
+        if self.have.mesh.root is not self.want.mesh.root:
+            return f"{self}\nBetween meshes only what ranks lack is transferred: there is no other way to compare with."
+        seen, lines = {self.steps}, []
+        for name, (without, lifted) in _OTHER_WAYS.items():
+            other = self._other(without, math.inf if lifted else self.max_bytes)
+            if other is not None and other.steps not in seen:
+                seen.add(other.steps)
+                lines.append((name, other))
+        width = max((len(name) for name, _ in lines), default=0)
+        shown = [f"  {name:<{width}}  {self._compared(other)}" for name, other in lines]
+        return "\n".join([str(self), *(["Rejected:", *shown] if shown else ["No other way was found."])])
+
+    def _other(self, without: tuple[str, ...], cap: float) -> Plan | None:
+        steps = search(*_lifted(self.have, self.want), cap, without)
+        return None if steps is None else replace(self, steps=steps)
+
+    def _compared(self, other: Plan) -> str:
+        over = f" (over the bound of {self.max_bytes:,.0f})" if other.peak_bytes > self.max_bytes else ""
+        plural = "" if other.collectives == 1 else "s"
+        names = ", ".join(map(_name, other.steps))
+        counts = f"{other.collectives} collective{plural}, {other.bytes:,} bytes, peak {other.peak_bytes:,}{over}"
+        return f"{_time(other.cost):>7}, {counts}: {names}"
 
 
-@memo("plans", limit=4096)
-def plan(have: Layout, want: Layout) -> Plan:
-    """The steps from `have` to `want`: two layouts of one tensor on one mesh.
+def _name(step: Step) -> str:
+    return step.kind + (f" over {','.join(step.axes)}" if step.axes else "")
+
+
+def _time(cost: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if cost >= size:
+            return f"{cost / size:.3g} {unit}"
+    return f"{cost / 1e-6:.3g} µs"
+
+
+def _seconds(step: Step) -> float:
+    if step.kind in LOCAL:
+        return local(step.after.nbytes)
+    return seconds(step.kind, _link(step), step.bytes) if step.communicates else 0.0
+
+
+def _link(step: Step) -> Link:
+    """What starts and bytes of a step cost; a transfer goes over the slowest links of either mesh."""
+    if step.kind != "transfer":
+        return route(step.before.mesh, step.axes)
+    every = [link for layout in (step.before, step.after) for link in links(layout.mesh).values()]
+    return Link(max(link.latency for link in every), max(link.per_byte for link in every))
+
+
+def plan(have: Layout, want: Layout, max_bytes: int | None = None, without: Iterable[str] = ()) -> Plan:
+    """The cheapest way from one layout of a tensor to another: on one mesh, or from one mesh to another.
+
+    No layout on the way takes more than `max_bytes` on a rank (as a rule, what the larger of the two takes), and no step is of
+    a kind in `without`.
 
     >>> from shardwise import Mesh, Partial, Replicate, layout
     >>> mesh = Mesh(("a", "b"), (2, 2), range(4), "cpu", "simulated")
     >>> have, want = (layout((8, 4), mesh, [p, p]) for p in (Partial(), Replicate()))
     >>> print(plan(have, want))
-    f32[8, 4 | sum@a, sum@b] → f32[8, 4]: 1 collectives, 192 bytes received
-      all_reduce over a,b: f32[8, 4 | sum@a, sum@b] → f32[8, 4]
+    f32[8, 4 | sum@a, sum@b] → f32[8, 4]: 1 collective, 192 bytes received (at least 192: 1.00), peak 128 bytes, 20 µs
+      all_reduce over a,b  → f32[8, 4]  192 bytes
     """
-    _check(have, want)
-    steps: list[Step] = []
-    now = have
-    for stage in (_reduce, _take, _move):
-        for step in stage(now, want):
-            steps.append(step)
-            now = step.after
-    missing = [item for item in want.partials if item not in now.partials]
-    if missing:
-        steps.append(Step("split", tuple(axis for axis, _ in missing), now, now.replace(partials=want.partials)))
-    return Plan(have, want, tuple(steps))
+    return _plan(have, want, max_bytes, tuple(without))
 
 
-def _check(have: Layout, want: Layout) -> None:
-    if have.mesh is not want.mesh:
-        raise LayoutError(f"redistribute from mesh {have.mesh} to mesh {want.mesh}: both layouts must be on one mesh")
+@memo("plans", limit=4096)
+def _plan(have: Layout, want: Layout, max_bytes: int | None, without: tuple[str, ...]) -> Plan:
+    _check(have, want, max_bytes)
+    start, goal = _lifted(have, want)
+    cap = max(have.nbytes, want.nbytes) if max_bytes is None else max_bytes
+    on_one = start.mesh is goal.mesh
+    steps = _on_one_mesh(start, goal, cap, max_bytes is None, without) if on_one else _across(start, goal, cap)
+    prove(steps, start, goal)
+    return Plan(have, want, steps, cap)
+
+
+def _lifted(have: Layout, want: Layout) -> tuple[Layout, Layout]:
+    """Both on the root mesh if they are on different sub-meshes of it: replicated over the axes they do not name."""
+    root = have.mesh.root
+    if have.mesh is want.mesh or root is not want.mesh.root:
+        return have, want
+    return have.replace(mesh=root), want.replace(mesh=root)
+
+
+def _check(have: Layout, want: Layout, max_bytes: int | None) -> None:
     if have.shape != want.shape or have.dtype != want.dtype:
         raise LayoutError(f"redistribute changes where a tensor lies, not its shape or dtype: {have} to {want}")
-
-
-def _reduce(now: Layout, want: Layout) -> list[Step]:
-    """Reduce-scatter where the target cuts evenly by a pending axis, then all-reduce the rest at once."""
-    steps: list[Step] = []
-    pending = dict(item for item in now.partials if item not in want.partials)
-    for dim in range(now.ndim):
-        axes = _scatter_axes(now, want, dim, pending)
-        if axes:
-            after = now.replace(
-                dims=[want.dims[i] if i == dim else d for i, d in enumerate(now.dims)],
-                partials=[item for item in now.partials if item[0] not in axes],
+    for one, other in ((have.mesh.world, want.mesh.world), (have.mesh.device, want.mesh.device)):
+        if one != other:
+            raise PlanError(
+                f"redistribute from mesh {have.mesh} of {have.mesh.size} ranks ({one}) to mesh {want.mesh} of {want.mesh.size} "
+                f"ranks ({other}): no communication joins them; make both meshes in one world, on one kind of device"
             )
-            steps.append(Step("reduce_scatter", axes, now, after, dim))
-            now, pending = after, {axis: kind for axis, kind in pending.items() if axis not in axes}
-    if pending:
-        after = now.replace(partials=[item for item in now.partials if item[0] not in pending])
-        steps.append(Step("all_reduce", now.mesh.sorted_axes(pending), now, after))
+    needed = max(have.nbytes, want.nbytes)
+    if max_bytes is not None and max_bytes < needed:
+        raise PlanError(
+            f"redistribute {have} → {want} with max_bytes={max_bytes:,}: a rank holds {have.nbytes:,} bytes before and "
+            f"{want.nbytes:,} after, so every plan needs at least {needed:,}"
+        )
+
+
+def _on_one_mesh(have: Layout, want: Layout, cap: int, lenient: bool, without: tuple[str, ...]) -> tuple[Step, ...]:
+    steps = search(have, want, cap, without)
+    if steps is None and lenient:
+        steps = search(have, want, math.inf, without)
+    if steps is None:
+        freely = search(have, want, math.inf, without)
+        needs = "no steps are left that lead there" if freely is None else f"the least is {_peak(freely):,} bytes"
+        made = "with the groups that were made (sw.Mesh.flatten makes more)" if have.mesh.explicit else ""
+        raise PlanError(f"redistribute {have} → {want} within {cap:,} bytes a rank {made}: {needs}; allow more by max_bytes=")
+    if have.mesh.explicit:
+        _warn_of_missing_groups(steps, search(have, want, cap, without, True))
     return steps
 
 
-def _scatter_axes(now: Layout, want: Layout, dim: int, pending: dict[str, str]) -> tuple[str, ...]:
-    added = _added(now.dims[dim], want.dims[dim])
-    if not added or not set(added) <= pending.keys() or added != now.mesh.sorted_axes(added):
-        return ()
-    factor = want.dims[dim][0]
-    return added if min(factor.sizes) == max(factor.sizes) > 0 else ()
+def _peak(steps: tuple[Step, ...]) -> int:
+    return max(step.after.nbytes for step in steps)
 
 
-def _added(have: Dim, want: Dim) -> tuple[str, ...]:
-    """The axes by which `want` cuts each shard of `have` further, or () where it does not do just that."""
-    if len(have) > 1 or len(want) > 1:
-        return ()
-    before, after = have[0], want[0]
-    if after.axes[: len(before.axes)] != before.axes or len(after.axes) == len(before.axes):
-        return ()
-    step = len(after.sizes) // len(before.sizes)
-    totals = tuple(sum(after.sizes[i : i + step]) for i in range(0, len(after.sizes), step))
-    return after.axes[len(before.axes) :] if totals == before.sizes else ()
+_warned: set[tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = set()
 
 
-def _take(now: Layout, want: Layout) -> list[Step]:
-    """Cut further, without communication, every dim that the target cuts by axes that replicate now."""
-    dims = list(now.dims)
-    used = set(now.states)
-    for i, (have_dim, want_dim) in enumerate(zip(now.dims, want.dims, strict=True)):
-        axes = {axis for factor in want_dim for axis in factor.axes}
-        uncut = not any(factor.axes for factor in have_dim)
-        added = _added(have_dim, want_dim)
-        if (uncut and axes and not axes & used) or (added and not set(added) & used):
-            dims[i] = want_dim
-    after = now.replace(dims=dims)
-    return [] if after is now else [Step("take", (), now, after)]
+def _warn_of_missing_groups(steps: tuple[Step, ...], better: tuple[Step, ...] | None) -> None:
+    """Once for each shape of mesh and missing group, say which call would make the plan cheaper."""
+    if better is None or sum(map(_seconds, better)) >= sum(map(_seconds, steps)):
+        return
+    mesh = steps[0].before.mesh.root
+    for step in better:
+        key = mesh.axes, mesh.sizes, step.axes
+        if step.communicates and not mesh.usable(step.axes) and key not in _warned:
+            _warned.add(key)
+            saved = sum(map(_seconds, steps)) - sum(map(_seconds, better))
+            call = f"mesh.flatten({', '.join(map(repr, step.axes))})"
+            text = (
+                f"mesh {mesh} has no group over {', '.join(step.axes)}; {call} makes it, and {step} would save {_time(saved)}"
+            )
+            warnings.warn(text, UserWarning, stacklevel=4)
 
 
-def _move(now: Layout, want: Layout) -> list[Step]:
-    """All-to-all where one even axis changes its dim; else all-gather dim by dim where that suffices; else exchange."""
-    target = now.replace(dims=want.dims)
-    if target is now:
-        return []
-    differ = [i for i in range(now.ndim) if now.dims[i] != want.dims[i]]
-    swap = _swap(now, target, differ)
-    if swap:
-        return [swap]
-    if all(_added(want.dims[i], now.dims[i]) for i in differ):
-        return _gathers(now, want, differ)
-    axes = {axis for i in differ for axis in now.axes_of(i)}
-    return [Step("exchange", now.mesh.sorted_axes(axes), now, target)]
+# ── from one mesh to another ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _gathers(now: Layout, want: Layout, differ: list[int]) -> list[Step]:
-    steps = []
-    for i in differ:
-        after = now.replace(dims=[*now.dims[:i], want.dims[i], *now.dims[i + 1 :]])
-        steps.append(Step("all_gather", _added(want.dims[i], now.dims[i]), now, after, i))
-        now = after
-    return steps
+def _across(have: Layout, want: Layout, cap: int) -> tuple[Step, ...]:
+    """Reduce what is pending (and scatter it where that is cheaper), transfer, and leave pending what the target does."""
+    landed = want.reduced()
+    found = []
+    for middle in _reduced_ways(have):
+        before = () if middle is have else search(have, middle, max(cap, have.nbytes))
+        if before is not None:
+            found.append((*before, Step("transfer", (), middle, landed)))
+    steps = min(found, key=lambda steps: sum(map(_seconds, steps)))
+    after = () if landed is want else search(landed, want, max(cap, want.nbytes))
+    return (*steps, *(after or ()))
 
 
-def _swap(now: Layout, target: Layout, differ: list[int]) -> Step | None:
-    """One axis, minor-most and even on one dim, becomes minor-most and even on another."""
-    if len(differ) != 2:
-        return None
-    for source, goal in (differ, differ[::-1]):
-        left, gained = _added(target.dims[source], now.dims[source]), _added(now.dims[goal], target.dims[goal])
-        if left and left == gained and left == now.mesh.sorted_axes(left) and _even(now.dims[source], target.dims[goal]):
-            return Step("all_to_all", left, now, target, source, goal)
-    return None
-
-
-def _even(*dims: Dim) -> bool:
-    factors: list[Factor] = [factor for dim in dims for factor in dim]
-    return all(min(f.sizes) == max(f.sizes) > 0 for f in factors)
+def _reduced_ways(have: Layout) -> list[Layout]:
+    """The layouts to transfer from: nothing pending, the axes of what was either replicated or cutting one dim further."""
+    pending = tuple(axis for axis, _ in have.partials)
+    if not pending:
+        return [have]
+    ways = [have.reduced()]
+    for dim, factors in enumerate(have.dims):
+        if len(factors) == 1:
+            parts = [have.mesh.shape[axis] for axis in pending]
+            sizes = tuple(piece for size in factors[0].sizes for piece in default_sizes(size, parts))
+            cut = Factor(factors[0].size, (*factors[0].axes, *pending), sizes)
+            ways.append(have.replace(dims=[*have.dims[:dim], (cut,), *have.dims[dim + 1 :]], partials=()))
+    return ways

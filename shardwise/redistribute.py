@@ -1,34 +1,65 @@
 """Runs plans: takes a local value and a Plan, gives the local value of the plan's target.
 
-One function per kind of step, all through the door. Kernels (`_pick`, `_pad`, …) work on one rank's own tensor.
+One function for each kind of step, all through the door. What a step's kernels need to know is worked out once for each step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import product
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .comm import Door, PerRank, door
 from .comm.policy import check
-from .layout import Layout, Run
+from .layout import Layout
 from .memo import memo
-from .plan import Plan, Step, plan
+from .pieces import (
+    Block,
+    Index,
+    Parcel,
+    Parts,
+    Turns,
+    blocks,
+    common,
+    copy,
+    cut_out,
+    index_of,
+    join,
+    joins,
+    pack,
+    padded,
+    parcels_in,
+    parcels_out,
+    parts_of,
+    put_together,
+    shape_of,
+    split,
+    splits,
+    unpack,
+    unpadded,
+)
+from .plan import Plan, plan
+from .rules.reduce import highest, lowest
+from .step import Step
+from .transfer import transfer
 
-IDENTITY = {"sum": 0, "product": 1, "bxor": 0}
+#: A function of one rank's tensor and the rest of its arguments; nothing where there is nothing to do.
+Kernel = tuple[Any, ...]
 
 
-def move(local: Tensor, have: Layout, want: Layout, operator: str = "") -> Tensor:
+def move(local: Tensor, have: Layout, want: Layout, operator: str = "", max_bytes: int | None = None) -> Tensor:
     """The local value of `want`, from that of `have`; `local` itself where nothing has to change.
 
-    `operator` is on whose account this is; communication that the user asked for has none, and is not refused.
+    `operator` is on whose account this is; communication that the user asked for has none, and is not refused. `max_bytes`
+    bounds what a rank holds on the way.
     """
     if have is want:
         return local
-    steps = plan(have, want)
+    steps = plan(have, want, max_bytes)
     if operator and steps.collectives:
         check(operator, steps.bytes, lambda: f"{have} → {want}")
     return run(local, steps, operator or "redistribute")
@@ -54,255 +85,307 @@ def run(local: Tensor, steps: Plan, operator: str) -> Tensor:
     return local
 
 
+def _each(kernel: Kernel, x: Tensor, step: Step, world: Door) -> Tensor:
+    if not kernel:
+        return x
+    found: Tensor = world.each(kernel[0], step.before.mesh, x, *kernel[1:])
+    return found
+
+
+# ── reductions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def _all_reduce(x: Tensor, step: Step, world: Door) -> Tensor:
-    pending = dict(step.before.partials)
-    kinds = {pending[axis] for axis in step.axes}
-    kind = "sum" if kinds <= {"sum", "avg"} else kinds.pop()
-    return _scaled(world.all_reduce(x, kind, step.before.mesh, step.axes), step)
+    kind, scale = _reduction(step)
+    return _divided(world.all_reduce(x, kind, step.before.mesh, step.axes), scale)
 
 
 def _reduce_scatter(x: Tensor, step: Step, world: Door) -> Tensor:
-    mesh, kind = step.before.mesh, dict(step.before.partials)[step.axes[0]]
-    front = world.each(_to_front, mesh, x, step.dim)
-    part = world.reduce_scatter(front, "sum" if kind == "avg" else kind, mesh, step.axes)
-    return _scaled(world.each(_from_front, mesh, part, step.dim), step)
+    kind, scale = _reduction(step)
+    lay_out, finish = _scattering(step)
+    part = world.reduce_scatter(_each(lay_out, x, step, world), kind, step.before.mesh, step.axes)
+    return _divided(_each(finish, part, step, world), scale)
 
 
-def _to_front(x: Tensor, dim: int) -> Tensor:
-    return x.movedim(dim, 0).contiguous()
+def _reduction(step: Step) -> tuple[str, int]:
+    """The kind to reduce by, and by what to divide afterwards: sums and averages together are a sum."""
+    kinds = {kind for axis, kind in step.before.partials if axis in step.axes}
+    return ("sum" if "avg" in kinds else kinds.pop()), _ranks("avg", step.before, step.axes)
 
 
-def _from_front(x: Tensor, dim: int) -> Tensor:
-    return x.movedim(0, dim).contiguous()
+def _ranks(kind: str, layout: Layout, axes: Sequence[str]) -> int:
+    """The ranks along those of `axes` over which a reduction of this kind is pending."""
+    return math.prod([layout.mesh.shape[axis] for axis, pending in layout.partials if pending == kind and axis in axes])
 
 
-def _scaled(x: Tensor, step: Step) -> Tensor:
-    pending, shape = dict(step.before.partials), step.before.mesh.shape
-    count = math.prod(shape[axis] for axis in step.axes if pending[axis] == "avg")
+def _divided(x: Tensor, count: int) -> Tensor:
     if count == 1:
         return x
     return x / count if x.is_floating_point() or x.is_complex() else x // count
 
 
+@memo("scatters", limit=4096)
+def _scattering(step: Step) -> tuple[Kernel, Kernel]:
+    """How to lay out each peer's part along dim 0, and what to do with the part received."""
+    before, after, axes = step.before, step.after, step.axes
+    parts = _parts(before, after, step)
+    if parts is not None:
+        turns = splits(parts, axes, before, lambda place: _times(step.ranks, after.local_shape(place)))
+        return _unless_straight(split, turns), ()
+    width = after.nbytes // after.dtype.itemsize
+
+    def laid_out(place: int) -> list[Parcel]:
+        wanted = [index_of(after, peer) for peer in before.mesh.peers(place, axes)]
+        return parcels_out(index_of(before, place), [(i * width, index) for i, index in enumerate(wanted)])
+
+    return (pack, step.ranks * width, PerRank(laid_out)), (unpadded, PerRank(after.local_shape))
+
+
+def _times(n: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (n * shape[0], *shape[1:])
+
+
+def _unless_straight(function: Callable[..., Tensor], turns: Turns) -> Kernel:
+    return () if turns.straight else (function, turns.turn)
+
+
+# ── gathers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def _all_gather(x: Tensor, step: Step, world: Door) -> Tensor:
-    mesh, dim, order = step.before.mesh, step.dim, _group_order(step)
-    sizes = step.before.dims[dim][0].sizes
-    widest = max(sizes)
-    padded = world.each(_pad, mesh, x, dim, widest)
-    gathered = world.all_gather(padded, mesh, mesh.sorted_axes(step.axes))
-    if widest == min(sizes):
-        return world.each(_merge, mesh, gathered, step.ranks, dim, order)
-    return world.each(_join, mesh, gathered, dim, _piece_sizes(step), order)
+    lay_out, finish = _gathering(step)
+    return _each(finish, world.all_gather(_each(lay_out, x, step, world), step.before.mesh, step.axes), step, world)
 
 
-def _pad(x: Tensor, dim: int, size: int) -> Tensor:
-    missing = size - x.shape[dim]
-    if not missing:
-        return x.contiguous()
-    shape = list(x.shape)
-    shape[dim] = missing
-    return torch.cat([x, x.new_zeros(shape)], dim)
+@memo("gathers", limit=4096)
+def _gathering(step: Step) -> tuple[Kernel, Kernel]:
+    """What to do with a piece before it is gathered, and with all of them afterwards."""
+    before, after, axes = step.before, step.after, step.axes
+    parts = _parts(after, before, step)
+    if parts is not None:
+        return (), _unless_straight(join, joins(parts, axes, before, after.local_shape))
+    width, along = before.nbytes // before.dtype.itemsize, _only_dim(step)
+
+    def gathered(place: int) -> list[Parcel]:
+        pieces = [(i * width, index_of(before, peer)) for i, peer in enumerate(before.mesh.peers(place, axes))]
+        if along is not None:
+            pieces.sort(key=lambda piece: piece[1][along])
+        return parcels_in(index_of(after, place), pieces)
+
+    return (padded, width), (put_together, PerRank(after.local_shape), PerRank(gathered), along)
 
 
-def _stack(gathered: Tensor, ranks: int, order: tuple[int, ...] | None) -> Tensor:
-    stacked = gathered.view(ranks, gathered.shape[0] // ranks, *gathered.shape[1:])
-    return stacked if order is None else stacked[list(order)]
+def _only_dim(step: Step) -> int | None:
+    """The dim that a step changes if it changes one only, and the pieces along that are intervals."""
+    changed = [dim for dim, (one, other) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if one != other]
+    return changed[0] if len(changed) == 1 and len(step.before.dims[changed[0]]) == 1 else None
 
 
-def _merge(gathered: Tensor, ranks: int, dim: int, order: tuple[int, ...] | None) -> Tensor:
-    if dim == 0 and order is None:
-        return gathered
-    # A dim of size 1 lets `flatten` give a view with swapped strides, which kernels that expect contiguous memory misread.
-    return _stack(gathered, ranks, order).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+def _parts(coarse: Layout, fine: Layout, step: Step) -> Parts | None:
+    """What a local tensor of `coarse` is made of if the pieces of `fine` in a group are equal."""
+    every = [parts_of(one, other, step.axes, coarse.mesh) for one, other in zip(coarse.dims, fine.dims, strict=True)]
+    return _together([parts or [] for parts in every], step) if None not in every else None
 
 
-def _join(gathered: Tensor, dim: int, sizes: tuple[int, ...], order: tuple[int, ...] | None) -> Tensor:
-    pieces = zip(_stack(gathered, len(sizes), order), sizes, strict=True)
-    return torch.cat([piece.narrow(dim, 0, size) for piece, size in pieces], dim)
+def _together(every: Iterable[Parts], step: Step) -> Parts | None:
+    found = [part for parts in every for part in parts]
+    return found if sorted(part for part in found if isinstance(part, str)) == sorted(step.axes) else None
 
 
-def _group_order(step: Step) -> tuple[int, ...] | None:
-    """For each piece, major to minor along the dim, its position in the group; None where they agree."""
-    mesh = step.before.mesh
-    axes = mesh.sorted_axes(step.axes)
-    if axes == step.axes:
-        return None
-    order = []
-    for point in product(*(range(mesh.shape[axis]) for axis in step.axes)):
-        index, at = 0, dict(zip(step.axes, point, strict=True))
-        for axis in axes:
-            index = index * mesh.shape[axis] + at[axis]
-        order.append(index)
-    return tuple(order)
-
-
-def _piece_sizes(step: Step) -> PerRank:
-    factor, mesh = step.before.dims[step.dim][0], step.before.mesh
-    kept = factor.axes[: len(factor.axes) - len(step.axes)]
-
-    def sizes(place: int) -> tuple[int, ...]:
-        index = 0
-        for axis in kept:
-            index = index * mesh.shape[axis] + mesh.coordinates[place][mesh.axes.index(axis)]
-        return factor.sizes[index * step.ranks : (index + 1) * step.ranks]
-
-    return PerRank(sizes)
+# ── exchanges ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _all_to_all(x: Tensor, step: Step, world: Door) -> Tensor:
-    mesh, ranks = step.before.mesh, step.ranks
-    sent = world.each(_to_parts, mesh, x, ranks, step.target)
-    counts = PerRank(lambda place: (math.prod(step.before.local_shape(place)) // ranks,) * ranks)
-    received = world.all_to_all(sent, counts, counts, mesh, step.axes)
-    shape = PerRank(step.after.local_shape)
-    return world.each(_from_parts, mesh, received, shape, ranks, step.dim)
+    swap = _swapping(step)
+    if swap is None:
+        return _exchange(x, step, world)
+    lay_out, counts, finish = swap
+    received = world.all_to_all(_each(lay_out, x, step, world), counts, counts, step.before.mesh, step.axes)
+    return _each(finish, received, step, world)
 
 
-def _to_parts(x: Tensor, ranks: int, dim: int) -> Tensor:
-    return x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).reshape(-1)
+@memo("swaps", limit=4096)
+def _swapping(step: Step) -> tuple[Kernel, PerRank, Kernel] | None:
+    """How to lay out equal parts for all peers, how large they are, and how to put together those received."""
+    before, after, mesh = step.before, step.after, step.before.mesh
+    given: list[Parts] = []
+    taken: list[Parts] = []
+    for one, other in zip(before.dims, after.dims, strict=True):
+        gains, loses = parts_of(one, other, step.axes, mesh), parts_of(other, one, step.axes, mesh)
+        if gains is None and loses is None:
+            return None
+        given.append(list(one) if gains is None else gains)
+        taken.append(list(other) if loses is None else loses)
+    out, back = _together(given, step), _together(taken, step)
+    if out is None or back is None:
+        return None
+    size = PerRank(lambda place: math.prod(before.local_shape(place)))
+    counts = PerRank(lambda place: (size.at(place) // step.ranks,) * step.ranks)
+    lay_out = (split, splits(out, step.axes, before, lambda place: (size.at(place),)).turn)
+    return lay_out, counts, (join, joins(back, step.axes, before, after.local_shape).turn)
 
 
-def _from_parts(flat: Tensor, shape: tuple[int, ...], ranks: int, dim: int) -> Tensor:
-    part = [*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]]
-    return flat.view(ranks, *part).movedim(0, dim).flatten(dim, dim + 1).contiguous()
-
-
-def _take(x: Tensor, step: Step, world: Door) -> Tensor:
-    return world.each(_pick, step.before.mesh, x, _taken(step))
-
-
-@memo("takes", limit=4096)
-def _taken(step: Step) -> PerRank:
-    """For each changed dim, the local positions that a rank keeps."""
-    before, after = step.before, step.after
-    changed = [i for i in range(before.ndim) if before.dims[i] != after.dims[i]]
-    return PerRank(lambda place: [(i, _positions(before.runs(i, place), after.runs(i, place))) for i in changed])
-
-
-def _pick(x: Tensor, spans: list[tuple[int, list[Run]]]) -> Tensor:
-    for dim, runs in spans:
-        x = _narrow(x, dim, runs)
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _narrow(x: Tensor, dim: int, runs: list[Run]) -> Tensor:
-    if len(runs) > 1:
-        return torch.cat([x.narrow(dim, start, stop - start) for start, stop in runs], dim)
-    start, stop = runs[0] if runs else (0, 0)
-    return x.narrow(dim, start, stop - start)
-
-
-def _positions(held: list[Run], wanted: list[Run]) -> list[Run]:
-    """Where `wanted` lies inside a tensor that holds the indices `held`, as intervals of local positions.
-
-    >>> _positions([(0, 4), (8, 12)], [(2, 4), (8, 9)])
-    [(2, 5)]
-    """
-    found: list[Run] = []
-    base = 0
-    for start, stop in held:
-        for low, high in wanted:
-            first, last = max(start, low), min(stop, high)
-            if first < last:
-                span = (base + first - start, base + last - start)
-                if found and found[-1][1] == span[0]:
-                    span = (found.pop()[0], span[1])
-                found.append(span)
-        base += stop - start
+def _exchange(x: Tensor, step: Step, world: Door) -> Tensor:
+    """Every rank sends to every other what that one gets from it; what it has itself does not travel."""
+    mesh = step.before.mesh
+    lay_out, send, receive, shape, parcels, own = _exchanging(step)
+    received = world.all_to_all(_each(lay_out, x, step, world), send, receive, mesh, step.axes)
+    found: Tensor = world.each(_filled, mesh, x, received, shape, parcels, own)
     return found
 
 
+@memo("exchanges", limit=1024)
+def _exchanging(step: Step) -> tuple[Kernel, PerRank, PerRank, PerRank, PerRank, PerRank]:
+    """How to lay out what goes, the elements that go and come, and how to put together what came and what was there."""
+    held, wanted = PerRank(partial(index_of, step.before)), PerRank(partial(index_of, step.after))
+    brings = _pairing(step, held, wanted) if step.kind == "permute" else _anyone
+    nothing: Index = ((),) * step.before.ndim
+
+    def boxes(place: int, going: bool) -> list[Index]:
+        pairs = [(place, peer) if going else (peer, place) for peer in step.before.mesh.peers(place, step.axes)]
+        return [common(held.at(a), wanted.at(b)) if a != b and brings(a, b) else nothing for a, b in pairs]
+
+    going, coming = PerRank(partial(boxes, going=True)), PerRank(partial(boxes, going=False))
+    send, receive = _counts(going), _counts(coming)
+    size = PerRank(lambda place: sum(send.at(place)))
+    out = PerRank(lambda place: parcels_out(held.at(place), _in_a_row(going.at(place))))
+    back = PerRank(lambda place: parcels_in(wanted.at(place), _in_a_row(coming.at(place))))
+    own = PerRank(lambda place: blocks(held.at(place), wanted.at(place)) if brings(place, place) else ())
+    return (pack, size, out), send, receive, PerRank(step.after.local_shape), back, own
+
+
+def _anyone(giver: int, taker: int) -> bool:
+    return True
+
+
+def _counts(pieces: PerRank) -> PerRank:
+    return PerRank(lambda place: tuple([_count(index) for index in pieces.at(place)]))
+
+
+def _count(index: Index) -> int:
+    return math.prod(shape_of(index))
+
+
+def _in_a_row(pieces: Sequence[Index]) -> list[tuple[int, Index]]:
+    """Each piece, with its start in a buffer that holds them one after another."""
+    starts = [0]
+    for index in pieces:
+        starts.append(starts[-1] + _count(index))
+    return list(zip(starts, pieces, strict=False))
+
+
+def _filled(x: Tensor, received: Tensor, shape: tuple[int, ...], parcels: Sequence[Parcel], own: tuple[Block, ...]) -> Tensor:
+    if own and not parcels:
+        return cut_out(x, shape, own)
+    if len(parcels) == 1 and parcels[0].shape == shape:
+        return received.view(shape)
+    return unpack(received, copy(x, x.new_empty(shape), own), parcels)
+
+
+def _pairing(step: Step, held: PerRank, wanted: PerRank) -> Callable[[int, int], bool]:
+    """Whether a rank gives its piece to another, in groups where each wants the whole piece of some rank.
+
+    Who has the piece already keeps it; those who want it get it from those who do not, each from another as far as they go.
+    """
+    known: dict[tuple[int, ...], dict[int, int]] = {}
+
+    def brings(giver: int, taker: int) -> bool:
+        group = step.before.mesh.peers(taker, step.axes)
+        if group not in known:
+            known[group] = _pairs(group, held, wanted)
+        return known[group].get(taker) == giver
+
+    return brings
+
+
+def _pairs(group: tuple[int, ...], held: PerRank, wanted: PerRank) -> dict[int, int]:
+    """For each taker of a group its giver; none for those who want nothing."""
+    pairs = {place: place for place in group if held.at(place) == wanted.at(place)}
+    givers: dict[Index, list[int]] = {}
+    for place in sorted(group, key=pairs.__contains__):
+        givers.setdefault(held.at(place), []).append(place)
+    for place in group:
+        if place not in pairs and _count(wanted.at(place)):
+            turn = givers[wanted.at(place)]
+            pairs[place] = turn[0]
+            turn.append(turn.pop(0))
+    return pairs
+
+
+# ── local steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _take(x: Tensor, step: Step, world: Door) -> Tensor:
+    return _each(_taking(step), x, step, world)
+
+
+@memo("takes", limit=4096)
+def _taking(step: Step) -> Kernel:
+    return cut_out, PerRank(step.after.local_shape), _own(step)
+
+
+def _own(step: Step) -> PerRank:
+    """What a rank holds both before and after a step."""
+    return PerRank(lambda place: blocks(index_of(step.before, place), index_of(step.after, place)))
+
+
+#: What leaves a value as it is, by kind of reduction. A value reduced with itself is itself by the other kinds.
+NEUTRAL = {"sum": 0, "product": 1, "bxor": 0}
+
+
 def _split(x: Tensor, step: Step, world: Door) -> Tensor:
+    return _each(_splitting(step), x, step, world)
+
+
+@memo("splits", limit=4096)
+def _splitting(step: Step) -> Kernel:
     mesh, pending = step.before.mesh, dict(step.after.partials)
-    axes = [mesh.axes.index(axis) for axis in step.axes if pending[axis] in IDENTITY]
+    axes = [mesh.axes.index(axis) for axis in step.axes if pending[axis] in NEUTRAL]
     if not axes:
-        return x
-    fill = IDENTITY[pending[mesh.axes[axes[0]]]]
+        return ()
     first = PerRank(lambda place: not any(mesh.coordinates[place][i] for i in axes))
-    return world.each(_keep, mesh, x, first, fill)
+    return _keep, first, NEUTRAL[pending[mesh.axes[axes[0]]]]
 
 
 def _keep(x: Tensor, mine: bool, fill: int) -> Tensor:
     return x.clone() if mine else torch.full_like(x, fill)
 
 
-def _exchange(x: Tensor, step: Step, world: Door) -> Tensor:
-    """Every rank sends to every other exactly the intersection of what it holds with what the other wants."""
-    mesh = step.before.mesh
-    to_peer, send, from_peer, receive, shape = _exchanged(step)
-    outgoing = world.each(_pack, mesh, x, to_peer)
-    incoming = world.all_to_all(outgoing, send, receive, mesh, step.axes)
-    return world.each(_unpack, mesh, incoming, shape, from_peer)
+def _embed(x: Tensor, step: Step, world: Door) -> Tensor:
+    return _each(_embedding(step), x, step, world)
 
 
-@memo("exchanges", limit=1024)
-def _exchanged(step: Step) -> tuple[PerRank, ...]:
-    """For each peer what goes to it and how much, what comes from it and how much; and the shape of the result."""
-    to_peer, from_peer = PerRank(lambda place: _sent(step, place)), PerRank(lambda place: _received(step, place))
-    send = PerRank(lambda place: tuple(_count(box) for box in to_peer.at(place)))
-    receive = PerRank(lambda place: tuple(_count(box) for box in from_peer.at(place)))
-    return to_peer, send, from_peer, receive, PerRank(step.after.local_shape)
+@memo("embeddings", limit=4096)
+def _embedding(step: Step) -> Kernel:
+    kind = dict(step.after.partials)[step.axes[0]]
+    fill, scale = identity(kind, step.after.dtype), _ranks("avg", step.after, step.axes)
+    return _among, PerRank(step.after.local_shape), _own(step), fill, scale
 
 
-Box = list[list[Run]]
+def _among(x: Tensor, shape: tuple[int, ...], own: tuple[Block, ...], fill: Any, scale: int) -> Tensor:
+    return copy(x if scale == 1 else x * scale, x.new_full(shape, fill), own)
 
 
-def _sent(step: Step, place: int) -> list[Box]:
-    """For each peer, the local positions of what it gets from the rank at `place`."""
-    return [_overlap(step.before, place, step.after, peer)[0] for peer in step.before.mesh.peers(place, step.axes)]
+def identity(kind: str, dtype: torch.dtype) -> Any:
+    """What changes no value of a dtype that it is reduced with.
+
+    >>> identity("max", torch.float32), identity("min", torch.int8), identity("band", torch.uint8), identity("sum", torch.bool)
+    (-inf, 127, 255, 0)
+    """
+    match kind:
+        case "max":
+            return lowest(dtype)
+        case "min":
+            return highest(dtype)
+        case "band":
+            return -1 if dtype.is_signed else highest(dtype)
+    return NEUTRAL.get(kind, 0)
 
 
-def _received(step: Step, place: int) -> list[Box]:
-    """For each peer, the positions in the target's local tensor of what comes from it."""
-    return [_overlap(step.before, peer, step.after, place)[1] for peer in step.before.mesh.peers(place, step.axes)]
-
-
-def _overlap(before: Layout, source: int, after: Layout, goal: int) -> tuple[Box, Box]:
-    there, here = [], []
-    for dim in range(before.ndim):
-        held, wanted = before.runs(dim, source), after.runs(dim, goal)
-        there.append(_positions(held, wanted))
-        here.append(_positions(wanted, held))
-    return there, here
-
-
-def _count(box: Box) -> int:
-    return math.prod(sum(stop - start for start, stop in runs) for runs in box)
-
-
-def _pack(x: Tensor, boxes: list[Box]) -> Tensor:
-    parts = []
-    for box in boxes:
-        part = x
-        for dim, runs in enumerate(box):
-            part = _narrow(part, dim, runs)
-        parts.append(part.reshape(-1))
-    return torch.cat(parts)
-
-
-def _unpack(flat: Tensor, shape: tuple[int, ...], boxes: list[Box]) -> Tensor:
-    out = flat.new_empty(shape)
-    start = 0
-    for box in boxes:
-        sizes = [sum(stop - first for first, stop in runs) for runs in box]
-        piece = flat.narrow(0, start, math.prod(sizes)).view(sizes)
-        start += piece.numel()
-        for slices, sub in _blocks(box, piece):
-            out[slices] = sub
-    return out
-
-
-def _blocks(box: Box, piece: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """The contiguous blocks of a box in the target, with their parts of the piece."""
-    local = []
-    for runs in box:
-        base, spans = 0, []
-        for start, stop in runs:
-            spans.append((slice(start, stop), slice(base, base + stop - start)))
-            base += stop - start
-        local.append(spans)
-    for choice in product(*local):
-        yield tuple(goal for goal, _ in choice), piece[tuple(part for _, part in choice)]
+def _scale(x: Tensor, step: Step, world: Door) -> Tensor:
+    """A pending average is over as many times the value as it has ranks."""
+    up, down = _ranks("avg", step.after, step.axes), _ranks("avg", step.before, step.axes)
+    return _divided(x if up == 1 else x * up, down)
 
 
 _RUN: dict[str, Callable[[Tensor, Step, Door], Tensor]] = {
@@ -310,7 +393,11 @@ _RUN: dict[str, Callable[[Tensor, Step, Door], Tensor]] = {
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
+    "permute": _exchange,
+    "exchange": _exchange,
+    "transfer": transfer,
     "take": _take,
     "split": _split,
-    "exchange": _exchange,
+    "embed": _embed,
+    "scale": _scale,
 }

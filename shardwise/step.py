@@ -41,7 +41,7 @@ class Step:
     @property
     def communicates(self) -> bool:
         """Whether data crosses ranks."""
-        return self.kind not in LOCAL and (self.kind == "transfer" or self.ranks > 1)
+        return self.kind not in LOCAL and (self.ranks > 1 if self.axes else self.bytes > 0)
 
     @property
     def ranks(self) -> int:

@@ -57,8 +57,9 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """The global tensor of which each rank gives its piece.
 
-        Without `shape` the ranks tell each other the shapes of their pieces, which may differ. `run_check=False` saves that
-        communication: pieces are then taken as equal, or as the chunks of `shape`.
+        Without `shape` the ranks tell each other the shapes of their pieces, which may differ; with it, they check that these
+        are what the placements make of it. `run_check=False` saves that communication: pieces are then taken as equal, or as
+        the chunks of `shape`. What a rank outside the mesh gives is left out, and it has to know `shape`.
 
         >>> import shardwise as sw
         >>> mesh = sw.init_mesh(tp=2)
@@ -76,10 +77,11 @@ class DTensor(torch.Tensor):
         if local.requires_grad and torch.is_grad_enabled():
             found: DTensor = _FromLocal.apply(local, layout)
             return found
-        return wrap(DTensor, _settled(local), layout)
+        return wrap(DTensor, _owned(_settled(local), layout), layout)
 
     def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
-        """What this rank holds (in a simulated world: the bundle of what each rank holds)."""
+        """What this rank holds (in a simulated world: the bundle of what each rank holds; on a rank that is not in the mesh: a
+        shape without data)."""
         if self.requires_grad and torch.is_grad_enabled():
             layout = self._layout.reduced()
             if grad_placements is not None:
@@ -89,25 +91,33 @@ class DTensor(torch.Tensor):
         return self._local
 
     def redistribute(
-        self, mesh: Mesh | Any = None, placements: Placements | Layout | None = None, *, async_op: bool = False
+        self,
+        mesh: Mesh | Any = None,
+        placements: Placements | Layout | None = None,
+        *,
+        async_op: bool = False,
+        max_bytes: int | None = None,
     ) -> DTensor:
-        """The same tensor in another layout; no placements means all replicated.
+        """The same tensor in another layout, on its mesh or on another one; no placements means all replicated.
+
+        No layout on the way takes more than `max_bytes` on a rank; as a rule, what the larger of the two takes.
 
         >>> import shardwise as sw
-        >>> mesh = sw.init_mesh(tp=2)
-        >>> sw.ones(4, 4, mesh=mesh, placements=[Shard(0)]).redistribute(placements=[Shard(1)])
-        DTensor(f32[4, 4@tp], mesh=(tp=2))
+        >>> mesh = sw.init_mesh(tp=4)
+        >>> x = sw.ones(4, 4, mesh=mesh, placements=[Shard(0)]).redistribute(placements=[Shard(1)])
+        >>> x, x.redistribute(sw.init_mesh(tp=2, ranks=[2, 3]), [Shard(0)])
+        (DTensor(f32[4, 4@tp], mesh=(tp=4)), DTensor(f32[4@tp, 4], mesh=(tp=2)))
         """
         target = _target(self._layout, mesh, placements)
         if target is self._layout:
             return self
         if self.requires_grad and torch.is_grad_enabled():
-            found: DTensor = _Redistribute.apply(self, target)
+            found: DTensor = _Redistribute.apply(self, target, max_bytes)
             return found
-        return wrap(DTensor, move(self._local, self._layout, target), target)
+        return wrap(DTensor, move(self._local, self._layout, target, max_bytes=max_bytes), target)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
-        """The whole tensor as an ordinary one, on every rank."""
+        """The whole tensor as an ordinary one, on every rank of the mesh."""
         whole = self.redistribute(placements=self._layout.replicated())
         if whole.requires_grad and torch.is_grad_enabled():
             found: Tensor = _ToPlain.apply(whole, grad_placements)
@@ -299,10 +309,6 @@ def _align_grad(grad: Any, layout: Layout) -> Any:
     if not isinstance(grad, DTensor):
         return distribute_tensor(grad, layout.mesh, layout, src_data_rank=None)
     target = layout.replace(stride=grad._layout.stride, dtype=grad._layout.dtype)
-    if grad._layout.mesh is not layout.mesh:
-        outside = [axis for axis in grad._layout.mesh.axes if axis not in layout.mesh.axes]
-        inside = grad.redistribute(placements=grad._layout.without(outside))
-        grad = wrap(DTensor, inside._local, inside._layout.replace(mesh=layout.mesh))
     if grad._layout is target or grad.requires_grad:
         return grad.redistribute(placements=target)
     return wrap(DTensor, run(grad._local, plan(grad._layout, target), "gradient"), target)
@@ -313,20 +319,22 @@ def _align_grad(grad: Any, layout: Layout) -> Any:
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, target: Layout) -> DTensor:
+    def forward(ctx: Any, x: DTensor, target: Layout, max_bytes: int | None) -> DTensor:
         ctx.layout = x._layout.reduced()
-        return wrap(DTensor, move(x._local, x._layout, target), target)
+        return wrap(DTensor, move(x._local, x._layout, target, max_bytes=max_bytes), target)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
-        return _align_grad(grad, ctx.layout), None
+        return _align_grad(grad, ctx.layout), None, None
 
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout) -> DTensor:
-        ctx.layout = layout
-        return wrap(DTensor, _settled(local.detach()), layout)
+        mine = _settled(local.detach())
+        held = _owned(mine, layout)
+        ctx.layout, ctx.left_out = layout, None if held is mine else mine
+        return wrap(DTensor, held, layout)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
@@ -337,7 +345,7 @@ class _FromLocal(torch.autograd.Function):
         for axis, kind in ctx.layout.partials:
             if kind == "avg":
                 grad = grad / ctx.layout.mesh.shape[axis]
-        return grad.to_local(), None
+        return grad.to_local() if ctx.left_out is None else torch.zeros_like(ctx.left_out), None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -378,21 +386,22 @@ class _ToPlain(torch.autograd.Function):
 
 
 def _target(have: Layout, mesh: Mesh | Any, placements: Placements | Layout | None) -> Layout:
-    on = have.mesh if mesh is None else Mesh.from_torch(mesh)
-    if on is not have.mesh:
-        raise LayoutError(f"redistribute from mesh {have.mesh} to mesh {on} is not possible; both must be one mesh")
     if isinstance(placements, Layout):
+        if mesh is not None and placements.mesh is not Mesh.from_torch(mesh):
+            raise LayoutError(
+                f"redistribute to mesh {Mesh.from_torch(mesh)}: the layout {placements} is on mesh {placements.mesh}"
+            )
         return placements if placements.stride == have.stride else placements.replace(stride=have.stride)
-    if placements is None:
-        return have.replicated()
+    on = have.mesh if mesh is None else Mesh.from_torch(mesh)
     if isinstance(placements, dict):
         return make_layout(have.shape, on, placements, have.dtype, have.stride)
-    return _placed(have, tuple(cast(Sequence[Placement], placements)))
+    return _placed(have, on, None if placements is None else tuple(cast(Sequence[Placement], placements)))
 
 
 @memo("targets", limit=4096)
-def _placed(have: Layout, placements: tuple[Placement, ...]) -> Layout:
-    return make_layout(have.shape, have.mesh, placements, have.dtype, have.stride)
+def _placed(have: Layout, mesh: Mesh, placements: tuple[Placement, ...] | None) -> Layout:
+    wanted = [Replicate()] * mesh.ndim if placements is None else placements
+    return make_layout(have.shape, mesh, wanted, have.dtype, have.stride)
 
 
 @memo("from_local", limit=4096)
@@ -411,22 +420,41 @@ def _assumed_layout(local: Any, dtype: torch.dtype, mesh: Any, placements: Any, 
 
 
 def _checked_layout(local: Tensor, mesh: Mesh, placements: Any, shape: Any, stride: Any) -> Layout:
-    """The layout that fits the pieces of all ranks, from their shapes."""
+    """The layout that fits the pieces of all ranks, from their shapes; a rank outside the mesh is not told them."""
     shapes = door(mesh, "from_local").shapes(local, mesh)
-    if isinstance(placements, Layout):
-        layout = placements
-    else:
+    layout = told = _told_layout(local.dtype, mesh, placements, shape, stride)
+    if shapes and not isinstance(placements, Layout):
         probe = make_layout(shapes[0], mesh, _unsized(mesh, placements), local.dtype)
         sizes = [_summed(probe, dim, shapes) for dim in range(probe.ndim)]
         dims = [[Factor(sum(n), probe.axes_of(dim), tuple(n))] for dim, n in enumerate(sizes)]
         layout = Layout.of(mesh, dims, probe.partials, local.dtype, stride)
-    if shape is not None and tuple(shape) != tuple(layout.shape):
-        raise LayoutError(f"from_local: the pieces make up {layout}, but shape={list(shape)} was given")
+    if layout is None:
+        raise LayoutError(
+            f"from_local on a rank that is none of the {len(mesh.ranks)} ranks of mesh {mesh}: they do not tell it the shapes "
+            "of their pieces; give shape="
+        )
+    if shape is not None and (told is not layout or tuple(shape) != tuple(layout.shape)):
+        raise LayoutError(
+            f"from_local: the pieces make up {layout}, but shape={list(shape)} was given, which is {told} by these placements; "
+            "leave shape out, or give the size of each shard, as in Shard(0, sizes=(1, 3))"
+        )
     for place, have in enumerate(shapes):
         want = layout.local_shape(place)
         if tuple(have) != want:
             raise LayoutError(f"from_local: rank {mesh.ranks[place]} gave {list(have)}, {layout} has {list(want)} there")
     return layout
+
+
+def _told_layout(dtype: torch.dtype, mesh: Mesh, placements: Any, shape: Any, stride: Any) -> Layout | None:
+    """The layout as far as every rank knows it without asking."""
+    if isinstance(placements, Layout):
+        return placements
+    return None if shape is None else make_layout(tuple(shape), mesh, placements, dtype, stride)
+
+
+def _owned(local: Tensor, layout: Layout) -> Tensor:
+    """What each rank gives, as a local value."""
+    return door(layout.mesh).own(local, layout.mesh, PerRank(layout.local_shape))
 
 
 def _unsized(mesh: Mesh, placements: Any) -> Any:
@@ -443,7 +471,7 @@ def _summed(probe: Layout, dim: int, shapes: Sequence[Sequence[int]]) -> list[in
 def distribute_tensor(
     tensor: Tensor, mesh: Mesh | Any, placements: Placements | Layout | None = None, *, src_data_rank: int | None = 0
 ) -> DTensor:
-    """A plain tensor, spread over a mesh: by placements, one per axis, or by axis name (axes not named replicate).
+    """A tensor, spread over a mesh: by placements, one per axis, or by axis name (axes not named replicate).
 
     The first rank's values count, so ranks that differ come to agree; `src_data_rank=None` trusts that they are equal.
 
@@ -453,9 +481,7 @@ def distribute_tensor(
     """
     on = Mesh.from_torch(mesh)
     if isinstance(tensor, DTensor):
-        if tensor.mesh is not on:
-            raise LayoutError(f"distribute_tensor: the tensor is a DTensor on mesh {tensor.mesh} already, not on {on}")
-        return tensor.redistribute(placements=placements)
+        return tensor.redistribute(on, placements)
     wanted = [Replicate()] * on.ndim if placements is None else placements
     layout = make_layout(tensor.shape, on, wanted, tensor.dtype)
     world = door(on, "distribute_tensor")

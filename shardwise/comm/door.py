@@ -1,8 +1,8 @@
 """The door: the one narrow interface through which every communication and every per-rank step goes.
 
-A *local value* is what a rank holds: an ordinary tensor behind real process groups, a bundle of one tensor per place in
-a simulated world. Nothing outside this package knows which. `axes` are always given in the order of the root mesh; a
-group's ranks are ordered by `mesh.peers(place, axes)`.
+A *local value* is what a rank holds: an ordinary tensor behind real process groups (a shape without data where the rank is
+not in the mesh), a bundle of one tensor per place in a simulated world. Nothing outside this package knows which. `axes` are
+always given in the order of the root mesh; a group's ranks are ordered by `mesh.peers(place, axes)`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Counts = tuple[int, ...] | PerRank
 
 
 class Door(Protocol):
-    """What a world offers. All verbs are collective over the mesh: every rank calls them in the same order."""
+    """What a world offers. All verbs are collective over the mesh: every rank of it calls them in the same order. A rank that
+    is not in the mesh may call them: it communicates nothing, and its result has the shape of the first place's."""
 
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce over the group by kind (sum, max, min, product, band, bor, bxor); a new tensor."""
@@ -49,10 +50,18 @@ class Door(Protocol):
         """An ordinary tensor, equal on every rank, as a local value. It may share memory: not to be written to."""
 
     def plain(self, x: Tensor) -> Tensor:
-        """A local value that is equal on every rank, as an ordinary tensor."""
+        """A local value that is equal on every rank, as an ordinary tensor; an error on a rank that holds nothing."""
+
+    def own(self, x: Tensor, mesh: Mesh, shape: PerRank) -> Tensor:
+        """What a rank made by itself, of the given shape, as a local value; what a rank outside the mesh made is left out."""
+
+    def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
+        """A local value on the mesh `have` as one on the mesh `want`: a rank in both keeps what it holds, a rank new in `want`
+        gets uninitialised memory of `shape`. No communication."""
 
     def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-        """The local shape at every place of the root mesh (communicates where ranks are processes)."""
+        """The local shape at every place of the root mesh (communicates where ranks are processes); nothing on a rank outside
+        the mesh, which no one tells."""
 
 
 # ── what every world checks alike ─────────────────────────────────────────────────────────────────────────────────────

@@ -1,12 +1,13 @@
 """`Processes`: the door to a job of processes, on torch.distributed process groups of any backend.
 
 A group goes by an alias that is the same on every rank (`mesh.alias(axes)`); each rank makes only the groups it is in,
-when they are first used. The collectives trace, and nothing that they leave in a graph depends on the rank.
+when they are first used. The collectives trace, and nothing that they leave in a graph depends on the rank. A rank that is not
+in a mesh holds shapes (`Absent`) and communicates nothing.
 """
 
 from __future__ import annotations
 
-import inspect
+import hashlib
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import collectives, register_group, unregister_group
-from ..errors import MeshError, OperatorError, WorldError
+from .._torch import collectives, new_group, register_group, unregister_group
+from ..errors import OperatorError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh
+from .absent import Absent, absent, refuse
 from .door import Counts, check_chunks, same_ndim
 from .wire import combine, packed, unpacked, wire
 
@@ -29,8 +31,6 @@ _all_to_all = collectives.all_to_all_single.default
 _broadcast = collectives.broadcast.default
 _wait = collectives.wait_tensor.default
 
-#: torch before 2.13 sorts the ranks of every group.
-_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 #: Shapes travel in a vector of one length, so that ranks that disagree on the number of dims can still say so.
 _MOST_DIMS = 64
 
@@ -56,7 +56,7 @@ torch.library.register_fake("shardwise::rank_number", _rank_number_fake)
 
 
 class Group(NamedTuple):
-    """A process group by the name it goes by, and its size; one rank alone needs no group."""
+    """A process group by the name it goes by, and its size; one rank alone needs no group, and a rank outside has none."""
 
     alias: str
     size: int
@@ -69,8 +69,6 @@ class Processes:
         self._job: Callable[[], Any] = lambda: None
         self._groups: dict[tuple[Mesh, tuple[str, ...]], Group] = {}
         self._places: dict[Mesh, int] = {}
-        # Groups belong to torch, which drops them when the job is left.
-        self._by_ranks: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
 
     def prepare(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
         """The group of this rank over `axes`, made if it is not there yet; collective over the group.
@@ -94,27 +92,18 @@ class Processes:
             unregister_group(group.alias)
         self._groups.clear()
         self._places.clear()
-        self._by_ranks.clear()
         self._job = weakref.ref(job)
 
     def _make(self, root: Mesh, axes: tuple[str, ...]) -> Group:
-        places = root.peers(self._place(root), axes)
+        place = self._place(root)
+        places = root.peers(place, axes) if place >= 0 else ()
         group = Group(root.alias(axes), len(places))
         if group.size > 1:
-            _check_order(root, axes)
-            made = self._group_over(tuple(root.ranks[place] for place in places))
+            made = _group_over(tuple(root.ranks[place] for place in places))
             unregister_group(group.alias)  # another door of this process may have registered it
             register_group(group.alias, made)
         self._groups[root, axes] = group
         return group
-
-    def _group_over(self, ranks: tuple[int, ...]) -> Any:
-        if ranks == tuple(range(dist.get_world_size())):
-            return dist.group.WORLD
-        if ranks not in self._by_ranks:
-            options: dict[str, Any] = {"sort_ranks": False} if _KEEPS_ORDER else {}
-            self._by_ranks[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, **options)
-        return self._by_ranks[ranks]
 
     def _place(self, mesh: Mesh) -> int:
         """Where this rank stands in the mesh."""
@@ -124,12 +113,7 @@ class Processes:
         root = mesh.root
         if root not in self._places:
             place = root.place(dist.get_rank())
-            if place is None:
-                raise MeshError(
-                    f"rank {dist.get_rank()} is none of the {len(root.ranks)} ranks of mesh {root}, and only they may "
-                    "use it; guard the code with `if mesh.coordinate(rank) is not None`"
-                )
-            self._places[root] = place
+            self._places[root] = -1 if place is None else place
         return self._places[root]
 
     # ── collectives ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -137,6 +121,8 @@ class Processes:
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce over the group."""
         alias, size = self.prepare(mesh, axes)
+        if size == 0:
+            return Absent(x.shape, x.dtype, mesh)
         if size == 1 or x.numel() == 0:
             return x.clone(memory_format=torch.contiguous_format)
         how = wire(kind, x.dtype)
@@ -147,6 +133,8 @@ class Processes:
     def all_gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Concatenate the group's tensors along dim 0."""
         alias, size = self.prepare(mesh, axes)
+        if size == 0:
+            return Absent((len(mesh.peers(0, axes)) * x.shape[0], *x.shape[1:]), x.dtype, mesh)
         if size == 1:
             return x.clone(memory_format=torch.contiguous_format)
         if x.numel() == 0:
@@ -156,7 +144,10 @@ class Processes:
     def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce over the group and keep this rank's chunk of dim 0."""
         alias, size = self.prepare(mesh, axes)
-        check_chunks(x.shape[0], size, axes)
+        ranks = size or len(mesh.peers(0, axes))
+        check_chunks(x.shape[0], ranks, axes)
+        if size == 0:
+            return Absent((x.shape[0] // ranks, *x.shape[1:]), x.dtype, mesh)
         if size == 1:
             return x.clone(memory_format=torch.contiguous_format)
         if x.numel() == 0:
@@ -169,6 +160,8 @@ class Processes:
     def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Send and receive so many elements to and from each of the group."""
         alias, size = self.prepare(mesh, axes)
+        if size == 0:
+            return Absent((sum(_here(receive, 0)),), x.dtype, mesh)
         if size == 1:
             return x.clone(memory_format=torch.contiguous_format)
         place = self._place(mesh)
@@ -178,6 +171,8 @@ class Processes:
     def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
         """The first place's value."""
         alias, size = self.prepare(mesh, mesh.root.axes)
+        if size == 0:
+            return Absent(x.shape, x.dtype, mesh)
         if size == 1 or x.numel() == 0:
             return x.clone(memory_format=torch.contiguous_format)
         return unpacked(_wait(_broadcast(packed(x), 0, alias)), x.dtype)
@@ -196,19 +191,45 @@ class Processes:
 
     def each(self, function: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
         """Call the function with this rank's arguments."""
-        return function(*_here(args, self._place(mesh)))
+        place = self._place(mesh)
+        if place < 0:
+            return self._on_shapes(function, mesh, args)
+        return function(*_here(args, place))
+
+    def _on_shapes(self, function: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...]) -> Any:
+        """What the function gives at the first place, as shapes; a device to make tensors on is one without memory."""
+        given = [torch.device("meta") if isinstance(value, torch.device) else value for value in absent(args, mesh)]
+        return absent(function(*_here(given, 0)), mesh)
 
     def number(self, value: PerRank, mesh: Mesh) -> Tensor:
         """This rank's number, looked up by rank when the operator runs."""
-        self._place(mesh)
+        if self._place(mesh) < 0:
+            return Absent((), torch.int64, mesh)
         return torch.ops.shardwise.rank_number(_table(value, mesh.root), torch.device(mesh.device))
 
     def replicate(self, tensor: Tensor, mesh: Mesh) -> Tensor:
         """The tensor itself."""
-        return tensor
+        return self.own(tensor, mesh, PerRank(lambda place: tensor.shape))
 
     def plain(self, x: Tensor) -> Tensor:
         """The tensor itself."""
+        if isinstance(x, Absent):
+            refuse(x.mesh, "its values were asked for")
+        return x
+
+    def own(self, x: Tensor, mesh: Mesh, shape: PerRank) -> Tensor:
+        """The tensor itself."""
+        if self._place(mesh) < 0:
+            return Absent(shape.at(0), x.dtype, mesh)
+        return self.plain(x)
+
+    def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
+        """The tensor itself where this rank is in both meshes."""
+        place = self._place(want)
+        if place < 0:
+            return Absent(shape.at(0), x.dtype, want)
+        if self._place(have) < 0:
+            return torch.empty(shape.at(place), dtype=x.dtype, device=x.device)
         return x
 
     def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
@@ -217,20 +238,17 @@ class Processes:
             raise OperatorError(f"a local tensor has at most {_MOST_DIMS} dims, got {x.ndim}")
         mine = torch.zeros((1, 1 + _MOST_DIMS), dtype=torch.int64)
         mine[0, : x.ndim + 1] = torch.tensor([x.ndim, *x.shape])
+        if self._place(mesh) < 0:
+            return ()
         rows = self.all_gather(mine.to(mesh.device), mesh, mesh.root.axes).tolist()
         return same_ndim(tuple(tuple(row[1 : 1 + row[0]]) for row in rows))
 
 
-def _check_order(root: Mesh, axes: tuple[str, ...]) -> None:
-    """Refuse, on every rank of the mesh alike, groups in an order that this torch cannot give them."""
-    if not _KEEPS_ORDER and list(root.ranks) != sorted(root.ranks):
-        for places in root.groups(axes):
-            ranks = [root.ranks[place] for place in places]
-            if ranks != sorted(ranks):
-                raise MeshError(
-                    f"mesh {root} has a group over axes {axes} of ranks {ranks} in this order, which torch before 2.13 "
-                    "cannot make; use a mesh of ascending ranks"
-                )
+def _group_over(ranks: tuple[int, ...]) -> Any:
+    """The process group over these ranks, the same for every mesh that needs it."""
+    if ranks == tuple(range(dist.get_world_size())):
+        return dist.group.WORLD
+    return new_group(ranks, "sw:" + hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest())
 
 
 def _here(value: Any, place: int) -> Any:

@@ -171,6 +171,14 @@ class Recorder:
         """Pass on; nothing is communicated."""
         return self._door.plain(x)
 
+    def own(self, x: Tensor, mesh: Mesh, shape: PerRank) -> Tensor:
+        """Pass on; nothing is communicated."""
+        return self._door.own(x, mesh, shape)
+
+    def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
+        """Pass on; nothing is communicated."""
+        return self._door.reseat(x, have, want, shape)
+
 
 def _group_size(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return len(mesh.peers(0, axes))

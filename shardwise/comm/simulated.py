@@ -31,19 +31,17 @@ def _everywhere(
     cls: type, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     """Run an operator at every place."""
-    # Another wrapper (a DTensor around bundles, say) knows better what to do with the bundles beside it.
-    if any(kind is not cls and hasattr(kind, "__tensor_flatten__") for kind in types):
+    if stands_back(cls, types):
         return NotImplemented
     kwargs = kwargs or {}
     places = range(_places((args, kwargs)))
     outs = [func(*_at_place(args, place), **(kwargs and _at_place(kwargs, place))) for place in places]
-    written = _writes(func)
-    if written is None:
-        return _bundled(outs, func)
-    if written.reshapes:
-        with no_dispatch():  # the wrapper's own sizes and strides change with those of its pieces
-            func(*args, **kwargs)
-    return written.outputs(_bundled(outs, func), args, kwargs)
+    return outputs(func, _bundled(outs, func), args, kwargs)
+
+
+def stands_back(cls: type, types: Sequence[type]) -> bool:
+    """Whether another wrapper (a DTensor around local values, say) knows better what to do with the local values beside it."""
+    return any(kind is not cls and hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 class Bundle(torch.Tensor):
@@ -128,6 +126,17 @@ class _Writes(NamedTuple):
             for out, source in zip(several, self.sources, strict=True)
         ]
         return tuple(found) if len(self.sources) > 1 else found[0]
+
+
+def outputs(func: OpOverload, outs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator on wrappers gives, from the wrapped results that it gave on what they wrap."""
+    written = _writes(func)
+    if written is None:
+        return outs
+    if written.reshapes:
+        with no_dispatch():  # the wrapper's own sizes and strides change with those of its pieces
+            func(*args, **kwargs)
+    return written.outputs(outs, args, kwargs)
 
 
 @lru_cache(maxsize=4096)
@@ -268,6 +277,17 @@ class Simulated:
     def plain(self, x: Tensor) -> Tensor:
         """The first piece."""
         return x.pieces[0] if isinstance(x, Bundle) else x
+
+    def own(self, x: Tensor, mesh: Mesh, shape: PerRank) -> Tensor:
+        """The bundle itself: every rank has its piece."""
+        return x
+
+    def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
+        """The pieces in the order of the other mesh's ranks."""
+        held = dict(zip(have.ranks, _pieces(x, have), strict=True))
+        first = held[have.ranks[0]]
+        seats = enumerate(want.ranks)
+        return Bundle(held[rank] if rank in held else first.new_empty(shape.at(place)) for place, rank in seats)
 
     def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         """The shape of every piece."""

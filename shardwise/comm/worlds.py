@@ -48,20 +48,32 @@ def simulate(ranks: int) -> Iterator[None]:
         yield
 
 
-def init_mesh(*, device: str | None = None, ranks: Iterable[int] | None = None, **axes: int) -> Mesh:
+def init_mesh(
+    *,
+    device: str | None = None,
+    ranks: Iterable[int] | None = None,
+    slow: str | Iterable[str] = (),
+    groups: str = "auto",
+    **axes: int,
+) -> Mesh:
     """A mesh of named axes over the running job's ranks, or over simulated ranks where there is no job.
 
     In order: inside `simulate(n)`, its ranks; else the initialised torch.distributed job; else, started by torchrun,
     that job, which is initialised here; else as many simulated ranks as the mesh has. Later axes vary faster.
 
+    `slow` names the axes whose links are slow, as between machines: plans and operators then prefer the others. With
+    `groups="explicit"` only groups over one axis, and those that `mesh.flatten` made, are used.
+
     >>> init_mesh(dp=2, tp=4).shape
     {'dp': 2, 'tp': 4}
+    >>> init_mesh(dp=2, tp=4, slow=("dp",), groups="explicit")
+    Mesh(dp=2, tp=4, slow=('dp',), groups='explicit')
     """
     size = math.prod(axes.values())
     chosen = tuple(range(size)) if ranks is None else tuple(ranks)
     world, there = _find_world(device, max((size, *(rank + 1 for rank in chosen))))
     _check_fits(axes, chosen, there, world)
-    return Mesh(axes, axes.values(), chosen, device or _default_device(world), world)
+    return Mesh(axes, axes.values(), chosen, device or _default_device(world), world, None, slow, groups)
 
 
 def _find_world(device: str | None, needed: int) -> tuple[str, int]:

@@ -1,13 +1,12 @@
 """Every verb of the door on Gloo ranks gives what the simulated door gives on the same data."""
 
-import inspect
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise.comm import Bundle, PerRank, Processes, Simulated, communication, door, init_mesh, trace_comm
+from shardwise.comm.absent import Absent
 from shardwise.errors import MeshError, WorldError
 from shardwise.mesh import Mesh
 
@@ -136,11 +135,7 @@ def run_every_verb(sizes, ranks, axes):
     return place, found
 
 
-KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
-POSSIBLE = [case for case in CASES if KEEPS_ORDER or list(case[1]) == sorted(case[1])]
-
-
-@pytest.mark.parametrize(("sizes", "ranks", "axes"), POSSIBLE)
+@pytest.mark.parametrize(("sizes", "ranks", "axes"), CASES)
 def test_processes_and_simulation_agree(pool, sizes, ranks, axes):
     mesh = mesh_of(sizes, ranks, "simulated")
     expected = every_verb(Simulated(), mesh, axes, lambda function: bundle_of(mesh, function))
@@ -159,11 +154,7 @@ def run_half_turned():
 
 
 def test_ranks_in_another_order(pool):
-    if KEEPS_ORDER:
-        assert pool(4).run(run_half_turned) == [[0, 1], [0, 1], [3, 2], [3, 2]]
-    else:
-        with pytest.raises(MeshError, match=r"ranks \[3, 2\] in this order, which torch before 2.13 cannot make"):
-            pool(4).run(run_half_turned, timeout=10)
+    assert pool(4).run(run_half_turned) == [[0, 1], [0, 1], [3, 2], [3, 2]]
 
 
 def run_float_sum():
@@ -192,9 +183,11 @@ def test_shapes(pool):
 
 
 def run_part_of_the_job():
-    """A mesh of some ranks: they go on, the others are told."""
+    """A mesh of some ranks: they go on, the others get the shapes that the first of the mesh gets."""
     mesh = init_mesh(dp=2, ranks=[1, 3])
     world = door(mesh)
+    shape = PerRank(lambda place: (place + 2, 1))
+    other = init_mesh(dp=2, ranks=[2, 3])
     verbs = [
         lambda: world.all_reduce(torch.ones(2), "sum", mesh, ("dp",)),
         lambda: world.all_gather(torch.ones(2), mesh, ("dp",)),
@@ -202,30 +195,31 @@ def run_part_of_the_job():
         lambda: world.all_to_all(torch.ones(2), (1, 1), (1, 1), mesh, ("dp",)),
         lambda: world.broadcast(torch.ones(2), mesh),
         lambda: world.each(torch.neg, mesh, torch.ones(2)),
+        lambda: world.each(torch.zeros, mesh, shape),
         lambda: world.number(PerRank(lambda place: place + 5), mesh),
-        lambda: world.shapes(torch.ones(2), mesh),
+        lambda: world.replicate(torch.ones(3), mesh),
+        lambda: world.own(torch.ones(2, 1), mesh, shape),
+        lambda: world.reseat(torch.ones(2), mesh, other, shape),
     ]
-    return [attempt(verb) for verb in verbs]
+    return [shown(verb()) for verb in verbs], world.shapes(torch.ones(2), mesh)
 
 
-def attempt(verb):
-    try:
-        result = verb()
-        return result.tolist() if isinstance(result, torch.Tensor) else result
-    except MeshError as error:
-        return str(error)
+def shown(x):
+    return (x.mesh.ranks, tuple(x.shape)) if isinstance(x, Absent) else x.tolist()
 
 
 def test_a_mesh_of_some_ranks(pool):
     told = pool(4).run(run_part_of_the_job)
-    text = (
-        "rank {} is none of the 2 ranks of mesh (dp=2), and only they may use it; "
-        "guard the code with `if mesh.coordinate(rank) is not None`"
-    )
-    assert told[0] == [text.format(0)] * 8
-    assert told[2] == [text.format(2)] * 8
-    assert told[1] == [[2, 2], [1, 1, 1, 1], [2], [1, 1], [1, 1], [-1, -1], 5, ((2,), (2,))]
-    assert told[3][6] == 6
+    shapes = [(2,), (4,), (1,), (2,), (2,), (2,), (2, 1), (), (3,), (2, 1)]
+    for rank in (0, 2):
+        assert told[rank][0][:-1] == [((1, 3), shape) for shape in shapes] and told[rank][1] == ()
+    ones, column = [1, 1], [[1], [1]]
+    assert told[1][0][:-1] == [[2, 2], [1, 1, 1, 1], [2], ones, ones, [-1, -1], [[0], [0]], 5, [1, 1, 1], column]
+    assert told[3][0][7] == 6 and told[3][1] == ((2,), (2,))
+    reseated = [rank[0][-1] for rank in told]
+    assert reseated[:2] == [((2, 3), (2, 1))] * 2, "a rank that leaves holds a shape"
+    assert [len(reseated[2]), len(reseated[2][0])] == [2, 1], "a rank that is new gets memory"
+    assert reseated[3] == ones, "a rank in both keeps what it holds"
 
 
 def run_too_large():

@@ -10,6 +10,7 @@ import torch
 
 import shardwise as sw
 from shardwise import CommunicationError, DTensor, LayoutError, MeshError, OperatorError, Replicate, Shard
+from shardwise.errors import PlanError
 from tests.laws import distributed
 
 MESH = sw.init_mesh(dp=2, tp=2)
@@ -25,9 +26,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"aten\.add: its tensors are on different meshes: f32\[4@dp, 6\] on \(dp=2, tp=2\), f32\[4, 6\] on \(z=2\); put them",
     ),
     "redistribute to another mesh": (
-        lambda: X.redistribute(sw.init_mesh(z=2), [Shard(0)]),
-        LayoutError,
-        r"redistribute from mesh \(dp=2, tp=2\) to mesh \(z=2\)",
+        lambda: X.redistribute(sw.Mesh(("z",), (2,), range(2), "cpu", "processes"), [Shard(0)]),
+        PlanError,
+        r"redistribute from mesh \(dp=2, tp=2\) of 4 ranks \(simulated\) to mesh \(z=2\) of 2 ranks \(processes\): no commun",
     ),
     "a dim the tensor lacks": (
         lambda: X.redistribute(placements=[Shard(3), Replicate()]),

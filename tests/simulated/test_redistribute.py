@@ -1,87 +1,155 @@
-"""Redistribution between any two layouts of a mesh gives the target exactly: uneven, empty, reordered, factors, all kinds."""
+"""Redistribution between any two layouts of a mesh gives the target exactly: uneven, empty, reordered, factors, all kinds.
+
+A sample of the pairs is tried: SHARDWISE_SWEEP=20 tries twenty times as many, SHARDWISE_SWEEP=all every one.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import shardwise as sw
-from shardwise import LayoutError, Partial, Replicate, Shard
-from shardwise.layout import Factor, Layout, make_layout, whole
-from tests.laws import distributed, equal, pieces_of
+from shardwise import Bundle, DTensor, LayoutError, Mesh, Partial, PlanError, Replicate, Shard
+from shardwise.layout import Layout
+from shardwise.redistribute import move
+from tests.laws import distributed, equal
+from tests.moves import BITS, KINDS, agree, check, layouts, most, pairs, spread
 
-CUTS = [Replicate(), Shard(0), Shard(1), Partial("sum")]
-KINDS = ["sum", "avg", "max", "min", "product"]
-
-
-def layouts(shape: tuple[int, int], axes: dict[str, int]) -> Iterator[Layout]:
-    """Every placement of every axis in every order of axes, and some that placements cannot say."""
-    mesh = sw.init_mesh(**axes)
-    seen = {}
-    for order in itertools.permutations(axes):
-        for placements in itertools.product(CUTS, repeat=len(axes)):
-            layout = make_layout(shape, mesh, dict(zip(order, placements, strict=True)))
-            seen[layout] = None
-    first = mesh.axes[0]
-    n = mesh.shape[first]
-    lopsided = (0,) * (n - 1) + (shape[0],)
-    seen[Layout.of(mesh, [[Factor(shape[0], (first,), lopsided)], [whole(shape[1])]])] = None
-    if shape[1] % 2 == 0:
-        half = shape[1] // 2
-        seen[Layout.of(mesh, [[whole(shape[0])], [whole(2), Factor(half, (first,), _sizes(half, n))]])] = None
-    return iter(seen)
+R, P = Replicate(), Partial()
+CUTS = [R, Shard(0), Shard(1), P]
 
 
-def _sizes(size: int, n: int) -> tuple[int, ...]:
-    return tuple(make_layout((size,), sw.init_mesh(a=n), [Shard(0)]).dims[0][0].sizes)
+class Case(NamedTuple):
+    """A tensor on a mesh, what may be pending, whether explicit sizes and factors take part, and how many pairs are tried."""
+
+    shape: tuple[int, ...]
+    axes: dict[str, int]
+    count: int
+    kinds: tuple[str, ...] = ("sum",)
+    odd: bool = True
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        return (
+            f"{list(self.shape)} on {'x'.join(map(str, self.axes.values()))} {','.join(self.kinds)}{' odd' if self.odd else ''}"
+        )
 
 
-@pytest.mark.parametrize(
-    ("shape", "axes"),
-    [((5, 3), {"a": 2}), ((4, 6), {"a": 3}), ((1, 2), {"a": 4}), ((5, 4), {"a": 2, "b": 2}), ((6, 4), {"a": 2, "b": 3})],
-    ids=str,
-)
-def test_every_pair_of_layouts(shape: tuple[int, int], axes: dict[str, int]) -> None:
-    x = torch.arange(float(shape[0] * shape[1])).view(shape)
-    every = list(layouts(shape, axes))
-    for have, want in itertools.product(every, every):
-        got = distributed(x, have.mesh, have).redistribute(placements=want)
-        assert got.layout is want
-        equal(got, x, f"{have} → {want}")
-        if not want.partials:
-            for piece, exact in zip(got.to_local().pieces, pieces_of(x, want).pieces, strict=True):
-                assert torch.equal(piece, exact), f"{have} → {want}"
+ONE, TWO, THREE = {"a": 2}, {"a": 2, "b": 2}, {"a": 2, "b": 2, "c": 2}
+CASES = [
+    Case((5,), ONE, 500, KINDS),
+    Case((6,), {"a": 3}, 500, KINDS),
+    Case((4, 3), ONE, 500, KINDS),
+    Case((1, 2), {"a": 4}, 500),
+    Case((0, 3), ONE, 500),
+    Case((2, 3, 4), ONE, 500),
+    Case((5, 4), ONE, 500, BITS, dtype=torch.int64),
+    Case((5, 3), TWO, 2500, KINDS, odd=False),
+    Case((5, 4), TWO, 1500),
+    Case((4, 6), {"a": 2, "b": 3}, 1500),
+    Case((8,), TWO, 1000),
+    Case((1, 4), TWO, 500),
+    Case((4, 3), {"a": 1, "b": 2}, 500),
+    Case((4, 2, 3), TWO, 500),
+    Case((3, 4), TWO, 500, BITS, odd=False, dtype=torch.uint8),
+    Case((8,), THREE, 200),
+    Case((5, 4), THREE, 400, KINDS, odd=False),
+    Case((5, 4), THREE, 150),
+    Case((4, 2, 3), THREE, 200, odd=False),
+    Case((4, 2, 3), THREE, 50),
+]
 
 
-def test_three_axes_sampled() -> None:
-    x = torch.arange(5 * 4.0).view(5, 4)
-    every = list(layouts((5, 4), {"a": 2, "b": 2, "c": 2}))
-    picks = torch.randint(len(every), (250, 2), generator=torch.Generator().manual_seed(0)).tolist()
-    for i, j in picks:
-        equal(distributed(x, every[i].mesh, every[i]).redistribute(placements=every[j]), x, f"{every[i]} → {every[j]}")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_pair_of_layouts(case: Case) -> None:
+    every = layouts(case.shape, sw.init_mesh(**case.axes), case.kinds, case.odd, case.dtype)
+    for have, want in pairs(every, most(case.count)):
+        redistributed(have, want)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_partial(kind: str) -> None:
+def redistributed(have: Layout, want: Layout) -> None:
+    """Move a tensor from one layout to another and hold every rank's piece against the target's index sets."""
+    got = DTensor.from_local(spread(have), have.mesh, have, run_check=False).redistribute(placements=want)
+    assert got.layout is want
+    check(got.to_local(), want, f"{have} → {want}")
+
+
+def test_axes_that_a_sub_mesh_leaves_out_stay_as_they_are() -> None:
+    for have, want in pairs(layouts((5, 4), sw.init_mesh(a=2, b=2, c=2)["c", "a"]), most(200)):
+        redistributed(have, want)
+
+
+def test_a_source_that_is_not_contiguous() -> None:
     mesh = sw.init_mesh(a=2, b=2)
-    x = torch.arange(1.0, 13.0).view(4, 3)
-    goals: list[Any] = [[Replicate(), Replicate()], [Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Partial(kind)]]
-    for goal in goals:
-        for have in ([Partial(kind), Partial(kind)], [Partial(kind), Replicate()], [Shard(1), Partial(kind)]):
-            equal(distributed(x, mesh, have).redistribute(placements=goal), x, f"{have} → {goal}")
+    for have, want in itertools.product(layouts((5, 4), mesh, odd=False), repeat=2):
+        turned = Bundle(piece.mT.contiguous().mT for piece in spread(have).pieces)
+        moved = move(turned, have, want)
+        check(Bundle(piece.contiguous() for piece in moved.pieces), want, f"{have} → {want}")
 
 
-def test_sum_and_avg_mix_in_one_reduction() -> None:
+def test_nothing_that_a_rank_gets_shares_memory_with_what_it_had() -> None:
     mesh = sw.init_mesh(a=2, b=2)
-    x = torch.arange(6.0).view(2, 3)
-    d = distributed(x, mesh, [Partial("sum"), Partial("avg")])
+    for have, want in itertools.permutations(layouts((4, 4), mesh, (), odd=False), 2):
+        local = spread(have)
+        moved = move(local, have, want)
+        for before, after in zip(local.pieces, moved.pieces, strict=True):
+            assert before.untyped_storage().data_ptr() != after.untyped_storage().data_ptr(), f"{have} → {want}"
+
+
+# ── one collective for what can be done in one ────────────────────────────────────────────────────────────────────────
+
+
+def order(*axes: str) -> dict[str, Shard]:
+    """Dim 0 cut by axes, major to minor."""
+    return {axis: Shard(0) for axis in axes}
+
+
+MERGED: list[tuple[Any, Any, Any, dict[str, int]]] = [
+    # shape, from, to, the collectives
+    ((4, 4), [P, R, P], [R, R, R], {"all_reduce": 1}),
+    ((4, 4), [P, P], [R, R], {"all_reduce": 1}),
+    ((4, 4), [P, Shard(0), P], [R, Shard(0), R], {"all_reduce": 1}),
+    ((4, 4), [P, Partial("avg")], [R, R], {"all_reduce": 1}),
+    ((4, 4), [P, P], [Shard(0), Shard(1)], {"reduce_scatter": 1}),
+    ((5, 3), [P, P], [Shard(0), Shard(1)], {"reduce_scatter": 1}),
+    ((8, 3), [P, P], order("b", "a"), {"reduce_scatter": 1}),
+    ((5, 3), [Partial("avg"), P], order("b", "a"), {"reduce_scatter": 1}),
+    ((8, 8), [P, Shard(0), P], [Shard(1), Shard(0), Shard(1)], {"reduce_scatter": 1}),
+    ((4, 4), [Shard(0), Shard(1)], [R, R], {"all_gather": 1}),
+    ((5, 3), [Shard(0), Shard(0)], [R, R], {"all_gather": 1}),
+    ((5, 3), [Shard(0), Shard(1)], [R, R], {"all_gather": 1}),
+    ((8, 3), order("b", "a"), [R, R], {"all_gather": 1}),
+    ((5, 3), order("b", "a"), [R, R], {"all_gather": 1}),
+    ((5, 3), order("c", "a"), [R, R, R], {"all_gather": 1}),
+    ((8, 8), [Shard(0), Shard(1), Shard(0)], [R, Shard(1), R], {"all_gather": 1}),
+    ((8, 8), [Shard(0), Shard(0)], [Shard(1), Shard(1)], {"all_to_all": 1}),
+    ((8, 8), order("b", "a"), [Shard(1), Shard(1)], {"all_to_all": 1}),
+    ((8, 8), [Shard(0), Shard(0), R], {"b": Shard(1), "a": Shard(1)}, {"all_to_all": 1}),
+    ((5, 3), [Shard(0), Shard(0)], [Shard(1), Shard(1)], {"all_to_all": 1}),
+    ((4, 4), [Shard(0), Shard(1)], [Shard(1), Shard(0)], {"all_to_all": 1}),
+    ((8, 8), order("a", "b"), order("b", "a"), {"all_to_all": 1}),
+    ((4, 4), [Shard(0), R], [R, Shard(0)], {"all_to_all": 1}),
+    ((4, 4), [R, R], [Shard(0), P], {}),
+    ((4, 4), [Shard(0), P], [P, Partial("avg")], {}),
+]
+
+
+@pytest.mark.parametrize(("shape", "have", "want", "counts"), MERGED, ids=str)
+def test_what_goes_in_one_collective(shape: Any, have: Any, want: Any, counts: dict[str, int]) -> None:
+    mesh = sw.init_mesh(**dict.fromkeys("abc" if len(have) + len(want) > 4 or "c" in have else "ab", 2))
+    one, other = (sw.layout(shape, mesh, p if isinstance(p, dict) else dict(zip("abc", p, strict=False))) for p in (have, want))
     with sw.trace_comm() as log:
-        equal(d.redistribute(), x, "sum and avg")
-    assert log.counts() == {"all_reduce": 1}
+        redistributed(one, other)
+    assert log.counts() == counts
+
+
+def test_reductions_over_several_axes_merge() -> None:
+    mesh = sw.init_mesh(a=2, b=2, c=2)
+    plan = sw.plan(sw.layout((4, 4), mesh, [P, R, P]), sw.layout((4, 4), mesh, [R] * 3))
+    assert [(step.kind, step.axes) for step in plan.steps] == [("all_reduce", ("a", "c"))]
 
 
 def test_other_mixes_are_refused() -> None:
@@ -89,14 +157,36 @@ def test_other_mixes_are_refused() -> None:
         sw.layout((4, 4), sw.init_mesh(a=2, b=2), [Partial("sum"), Partial("max")])
 
 
-def test_reductions_over_several_axes_merge() -> None:
+def test_too_little_memory_is_refused() -> None:
+    mesh = sw.init_mesh(a=2)
+    have, want = sw.layout((4, 4), mesh, [Shard(0)]), sw.layout((4, 4), mesh, [R])
+    with pytest.raises(PlanError, match=r"max_bytes=60: a rank holds 32 bytes before and 64 after.*needs at least 64"):
+        move(spread(have), have, want, max_bytes=60)
+    check(move(spread(have), have, want, max_bytes=64), want, "as much as it takes")
+
+
+# ── replicas and gradients ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_replicas_agree_to_the_last_bit() -> None:
+    """Summands that round differently in every order: whoever holds the same part of the result holds the same bits."""
     mesh = sw.init_mesh(a=2, b=2, c=2)
-    plan = sw.plan(sw.layout((4, 4), mesh, [Partial(), Replicate(), Partial()]), sw.layout((4, 4), mesh, [Replicate()] * 3))
-    assert [(step.kind, step.axes) for step in plan.steps] == [("all_reduce", ("a", "c"))]
+    every = layouts((5, 4), mesh, ("sum", "avg", "product"), odd=False)
+    pending = [layout for layout in every if len(layout.partials) > 1]
+    generator = torch.Generator().manual_seed(0)
+    for have, want in pairs(pending, most(300), [layout for layout in every if not layout.partials]):
+        replicas = {}
+        pieces = []
+        for place in range(mesh.size):
+            held = [mesh.coordinates[place][mesh.axes.index(axis)] for axis in have.states]
+            piece = torch.randn(have.local_shape(place), generator=generator)
+            pieces.append(replicas.setdefault(tuple(held), piece))
+        moved = move(Bundle(pieces), have, want).pieces
+        agree(moved, want, f"{have} → {want}")
 
 
 def test_gradients_go_back_to_the_layout_they_came_from() -> None:
-    mesh = sw.init_mesh(a=2, b=2)
+    mesh: Mesh = sw.init_mesh(a=2, b=2)
     x = torch.randn(5, 3)
     for have, want in itertools.product(itertools.product(CUTS, repeat=2), repeat=2):
         d = distributed(x, mesh, list(have)).requires_grad_()

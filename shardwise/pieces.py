@@ -1,0 +1,324 @@
+"""Where the pieces of one tensor lie inside others: layouts and places in, views and copies of one rank's tensors out.
+
+A group's equal pieces tile a local tensor: a `Turn` brings them into order with one permute. Pieces of any sizes meet in a few
+`Block`s, each copied at once. Knows nothing of doors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .layout import Dim, Factor, Layout, PerRank, Run, canonical, contiguous_stride
+from .mesh import Mesh
+
+# ── equal pieces ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+#: What a local tensor is made of, major to minor: the axes over which its pieces lie, and the factors of those pieces.
+Parts = list[str | Factor]
+
+
+def parts_of(coarse: Dim, fine: Dim, axes: Sequence[str], mesh: Mesh) -> Parts | None:
+    """`coarse` as a product of those of `axes` that cut it further into equal pieces of `fine`, and of these; or None.
+
+    >>> mesh = Mesh(("a",), (2,), range(2), "cpu", "simulated")
+    >>> parts_of((Factor(8, (), (8,)),), (Factor(8, ("a",), (4, 4)),), ["a"], mesh)
+    ['a', Factor(size=8, axes=('a',), sizes=(4, 4))]
+    """
+    parts: Parts = []
+    joined: list[Factor] = []
+    for factor in fine:
+        more = [axis for axis in factor.axes if axis in axes]
+        kept = factor.axes[: len(factor.axes) - len(more)]
+        step = math.prod([mesh.shape[axis] for axis in more])
+        runs = [factor.sizes[i : i + step] for i in range(0, len(factor.sizes), step)]
+        if (*kept, *more) != factor.axes or any(min(run) != max(run) for run in runs):
+            return None
+        parts += [*more, factor]
+        joined.append(Factor(factor.size, kept, tuple(map(sum, runs))))
+    return parts if canonical(joined) == coarse else None
+
+
+class Turn(NamedTuple):
+    """A tensor seen with other sizes, its dims then brought into an order, and the shape of the result."""
+
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Turns(NamedTuple):
+    """A turn for every rank; `straight` where it leaves all elements in their order."""
+
+    straight: bool
+    turn: PerRank
+
+
+def splits(parts: Parts, axes: Sequence[str], layout: Layout, shape: Callable[[int], tuple[int, ...]]) -> Turns:
+    """Bring a local tensor made of `parts` to one piece after another, in the order of the group over `axes`."""
+    order = _axes_first(parts, axes)
+    return Turns(_is_straight(order), PerRank(lambda place: Turn(_sizes(parts, layout, place), order, shape(place))))
+
+
+def joins(parts: Parts, axes: Sequence[str], layout: Layout, shape: Callable[[int], tuple[int, ...]]) -> Turns:
+    """The way back: one piece after another, to a local tensor made of `parts`."""
+    order = _axes_first(parts, axes)
+    stacked = [parts[i] for i in order]
+    back = tuple(sorted(range(len(order)), key=order.__getitem__))
+    return Turns(_is_straight(order), PerRank(lambda place: Turn(_sizes(stacked, layout, place), back, shape(place))))
+
+
+def _axes_first(parts: Parts, axes: Sequence[str]) -> tuple[int, ...]:
+    return (*(parts.index(axis) for axis in axes), *(i for i, part in enumerate(parts) if not isinstance(part, str)))
+
+
+def _is_straight(order: tuple[int, ...]) -> bool:
+    return order == tuple(range(len(order)))
+
+
+def _sizes(parts: Parts, layout: Layout, place: int) -> tuple[int, ...]:
+    shape = layout.mesh.shape
+    return tuple([shape[p] if isinstance(p, str) else p.sizes[layout.shard(p, place)] for p in parts])
+
+
+def split(x: Tensor, turn: Turn) -> Tensor:
+    """A local tensor as its pieces."""
+    return x.reshape(turn.sizes).permute(turn.order).reshape(turn.shape)
+
+
+def join(pieces: Tensor, turn: Turn) -> Tensor:
+    """Contiguous pieces as a local tensor: contiguous, and a view where the elements are in order already."""
+    turned = pieces.view(turn.sizes).permute(turn.order)
+    # The turned view is no answer even where it passes for contiguous: a dim of size 1 gives it strides that kernels misread.
+    return (pieces if turned.is_contiguous() else turned.contiguous()).view(turn.shape)
+
+
+# ── pieces of any sizes ───────────────────────────────────────────────────────────────────────────────────────────────
+
+#: The indices that a piece holds, for each dim as ascending intervals.
+Index = tuple[tuple[Run, ...], ...]
+
+
+def index_of(layout: Layout, place: int) -> Index:
+    """The indices of the global tensor that the rank at `place` holds."""
+    return tuple([tuple(layout.runs(dim, place)) for dim in range(layout.ndim)])
+
+
+def shape_of(index: Index) -> tuple[int, ...]:
+    """The shape of a tensor that holds these indices.
+
+    >>> shape_of((((0, 2), (4, 6)), ((1, 2),)))
+    (4, 1)
+    """
+    return tuple([sum([stop - start for start, stop in runs]) for runs in index])
+
+
+def common(one: Index, other: Index) -> Index:
+    """The indices that both hold.
+
+    >>> common((((0, 4), (8, 12)),), (((2, 9),),))
+    (((2, 4), (8, 9)),)
+    """
+    return tuple([tuple([(low, high) for low, high, _, _ in _meetings(a, b)]) for a, b in zip(one, other, strict=True)])
+
+
+def _meetings(one: Sequence[Run], other: Sequence[Run]) -> Iterator[tuple[int, int, int, int]]:
+    """Each interval that lies in an interval of both, and the positions of its first index in tensors that hold them."""
+    i = j = before_one = before_other = 0
+    while i < len(one) and j < len(other):
+        (start, stop), (first, last) = one[i], other[j]
+        low, high = max(start, first), min(stop, last)
+        if low < high:
+            yield low, high, before_one + low - start, before_other + low - first
+        if stop <= last:
+            i, before_one = i + 1, before_one + stop - start
+        else:
+            j, before_other = j + 1, before_other + last - first
+
+
+class Span(NamedTuple):
+    """So many stretches of `length` indices along a dim: where the first lies in two tensors, and how far it is to the next."""
+
+    length: int
+    times: int
+    there: int
+    here: int
+    there_step: int
+    here_step: int
+
+
+def spans(source: Sequence[Run], target: Sequence[Run]) -> list[Span]:
+    """What tensors that hold `source` and `target` along a dim share.
+
+    >>> spans([(0, 12)], [(0, 2), (4, 6), (8, 10)])
+    [Span(length=2, times=3, there=0, here=0, there_step=4, here_step=2)]
+    """
+    found: list[Span] = []
+    for there, here, length in _stretches(source, target):
+        if found and (longer := _continued(found[-1], there, here, length)):
+            found[-1] = longer
+        else:
+            found.append(Span(length, 1, there, here, length, length))
+    return found
+
+
+def _stretches(source: Sequence[Run], target: Sequence[Run]) -> list[tuple[int, int, int]]:
+    """Intervals of positions that are contiguous in both tensors: the position in each, and the length."""
+    found: list[tuple[int, int, int]] = []
+    for low, high, there, here in _meetings(source, target):
+        if found and found[-1][0] + found[-1][2] == there and found[-1][1] + found[-1][2] == here:
+            found[-1] = (*found[-1][:2], found[-1][2] + high - low)
+        else:
+            found.append((there, here, high - low))
+    return found
+
+
+def _continued(span: Span, there: int, here: int, length: int) -> Span | None:
+    steps = (there - span.there) // span.times, (here - span.here) // span.times
+    next_one = span.there + span.times * steps[0], span.here + span.times * steps[1]
+    if length != span.length or next_one != (there, here) or (span.times > 1 and steps != span[4:]):
+        return None
+    return Span(length, span.times + 1, span.there, span.here, *steps)
+
+
+class Lie(NamedTuple):
+    """Where a block lies in a tensor: the dims it takes a part of, with start and length; or, where it lies in stretches, its
+    first position along each dim, and the dim and step of each of the block's sizes."""
+
+    narrows: tuple[tuple[int, int, int], ...]
+    starts: tuple[int, ...]
+    steps: tuple[tuple[int, int], ...]
+
+
+class Block(NamedTuple):
+    """A part of a global tensor that two tensors hold, and where it lies in each."""
+
+    sizes: tuple[int, ...]
+    there: Lie
+    here: Lie
+
+
+def blocks(source: Index, target: Index) -> tuple[Block, ...]:
+    """What tensors that hold `source` and `target` share."""
+    shared = [spans(a, b) for a, b in zip(source, target, strict=True)]
+    return tuple([_block(chosen, shape_of(source), shape_of(target)) for chosen in product(*shared)])
+
+
+def _block(chosen: Sequence[Span], source: tuple[int, ...], target: tuple[int, ...]) -> Block:
+    sizes = [n for span in chosen for n in ((span.times, span.length) if span.times > 1 else (span.length,))]
+    lengths = [span.length for span in chosen]
+    there = _lie(lengths, [(span.there, span.times, span.there_step) for span in chosen], source)
+    here = _lie(lengths, [(span.here, span.times, span.here_step) for span in chosen], target)
+    return Block(tuple(sizes), there, here)
+
+
+def _lie(lengths: Sequence[int], where: Sequence[tuple[int, int, int]], shape: tuple[int, ...]) -> Lie:
+    starts = tuple([start for start, _, _ in where])
+    if all(times == 1 for _, times, _ in where):
+        every = enumerate(zip(starts, lengths, shape, strict=True))
+        return Lie(tuple([(dim, start, length) for dim, (start, length, size) in every if length < size]), (), ())
+    steps = [(dim, n) for dim, (_, times, step) in enumerate(where) for n in ((step, 1) if times > 1 else (1,))]
+    return Lie((), starts, tuple(steps))
+
+
+def part(x: Tensor, sizes: tuple[int, ...], lie: Lie) -> Tensor:
+    """The view of a block in a tensor."""
+    if lie.steps:
+        stride = x.stride()
+        start = sum([first * step for first, step in zip(lie.starts, stride, strict=True)])
+        return x.as_strided(sizes, [stride[dim] * step for dim, step in lie.steps], x.storage_offset() + start)
+    for dim, first, length in lie.narrows:
+        x = x.narrow(dim, first, length)
+    return x
+
+
+def copy(source: Tensor, target: Tensor, shared: Iterable[Block]) -> Tensor:
+    """`target`, with what it shares with `source` written into it."""
+    for sizes, there, here in shared:
+        part(target, sizes, here).copy_(part(source, sizes, there))
+    return target
+
+
+def cut_out(x: Tensor, shape: tuple[int, ...], shared: Sequence[Block]) -> Tensor:
+    """A new contiguous tensor of `shape`, all of it in `x`."""
+    if len(shared) != 1:
+        return copy(x, x.new_empty(shape), shared)
+    sizes, there, _ = shared[0]
+    found = part(x, sizes, there).clone(memory_format=torch.contiguous_format)
+    return found if sizes == shape else found.view(shape)
+
+
+# ── pieces on their way ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Parcel(NamedTuple):
+    """A piece of `shape` that begins at `start` of a flat buffer, and what it shares with a rank's tensor."""
+
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    shared: tuple[Block, ...]
+
+
+def parcels_out(mine: Index, pieces: Iterable[tuple[int, Index]]) -> list[Parcel]:
+    """The pieces, each with its start in a buffer, to be filled from a tensor that holds `mine`."""
+    return [_parcel(start, index, shared) for start, index in pieces if (shared := blocks(mine, index))]
+
+
+def parcels_in(mine: Index, pieces: Iterable[tuple[int, Index]]) -> list[Parcel]:
+    """The same, to fill a tensor that holds `mine`."""
+    return [_parcel(start, index, shared) for start, index in pieces if (shared := blocks(index, mine))]
+
+
+def _parcel(start: int, index: Index, shared: tuple[Block, ...]) -> Parcel:
+    shape = shape_of(index)
+    return Parcel(start, shape, contiguous_stride(shape), shared)
+
+
+def pack(x: Tensor, size: int, parcels: Sequence[Parcel]) -> Tensor:
+    """A flat buffer of `size` elements that holds the parcels, all of them in `x`; the rest of it may be anything."""
+    if len(parcels) == 1 and len(parcels[0].shared) == 1 and math.prod(parcels[0].shape) == size:
+        sizes, there, _ = parcels[0].shared[0]
+        return part(x, sizes, there).reshape(-1).contiguous()
+    buffer = x.new_empty(size)
+    for parcel in parcels:
+        copy(x, _inside(buffer, parcel), parcel.shared)
+    return buffer
+
+
+def unpack(buffer: Tensor, out: Tensor, parcels: Iterable[Parcel]) -> Tensor:
+    """`out`, with what the parcels hold of it written into it."""
+    for parcel in parcels:
+        copy(_inside(buffer, parcel), out, parcel.shared)
+    return out
+
+
+def put_together(buffer: Tensor, shape: tuple[int, ...], parcels: Sequence[Parcel], along: int | None) -> Tensor:
+    """The tensor of `shape` that the parcels make up; quicker where each is a part along one dim, in ascending order."""
+    if along is None or not parcels:
+        return unpack(buffer, buffer.new_empty(shape), parcels)
+    return torch.cat([_inside(buffer, parcel) for parcel in parcels], along)
+
+
+def _inside(buffer: Tensor, parcel: Parcel) -> Tensor:
+    return buffer.as_strided(parcel.shape, parcel.stride, buffer.storage_offset() + parcel.start)
+
+
+def padded(x: Tensor, size: int) -> Tensor:
+    """A tensor as a flat one of `size` elements, of which the last may be anything."""
+    if x.numel() == size:
+        return x.reshape(-1)
+    buffer = x.new_empty(size)
+    buffer[: x.numel()].view(x.shape).copy_(x)
+    return buffer
+
+
+def unpadded(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The way back from `padded`; a copy where the padding would stay in memory otherwise."""
+    size = math.prod(shape)
+    return (buffer if buffer.numel() == size else buffer[:size].clone()).view(shape)
