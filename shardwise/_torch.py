@@ -22,6 +22,7 @@ __all__ = [
     "collectives",
     "composite",
     "decompositions",
+    "dispatch_modes",
     "make_wrapper",
     "new_group",
     "no_dispatch",
@@ -46,6 +47,8 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 decompositions: dict[Any, Any] = torch._decomp.decomposition_table
 
 #: Runs an operator on a wrapper itself, not on what it wraps: how the sizes of a wrapper change in place.
+#: How many dispatch modes (tracers, say) see the operators that run now; no public function tells.
+dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 no_dispatch: Any = torch._C._DisableTorchDispatch
 
 #: The compiled function under an overload: calling it saves a Python frame.

@@ -21,6 +21,10 @@ from ..errors import OperatorError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh
 from .absent import Absent, absent, refuse
+from .direct import all_gather as direct_all_gather
+from .direct import all_reduce as direct_all_reduce
+from .direct import is_eager
+from .direct import reduce_scatter as direct_reduce_scatter
 from .door import Counts, check_chunks, same_ndim
 from .wire import combine, packed, unpacked, wire
 
@@ -56,10 +60,14 @@ torch.library.register_fake("shardwise::rank_number", _rank_number_fake)
 
 
 class Group(NamedTuple):
-    """A process group by the name it goes by, and its size; one rank alone needs no group, and a rank outside has none."""
+    """A process group by the name it goes by, and its size; one rank alone needs no group, and a rank outside has none.
+
+    `hosts` is the process group itself where its ranks are hosts that send straight to each other.
+    """
 
     alias: str
     size: int
+    hosts: Any = None
 
 
 class Processes:
@@ -100,6 +108,7 @@ class Processes:
         group = Group(root.alias(axes), len(places))
         if group.size > 1:
             made = _group_over(tuple(root.ranks[place] for place in places))
+            group = group._replace(hosts=made if root.device == "cpu" and dist.get_backend(made) == "gloo" else None)
             unregister_group(group.alias)  # another door of this process may have registered it
             register_group(group.alias, made)
         self._groups[root, axes] = group
@@ -120,11 +129,13 @@ class Processes:
 
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce over the group."""
-        alias, size = self.prepare(mesh, axes)
+        alias, size, hosts = self.prepare(mesh, axes)
         if size == 0:
             return Absent(x.shape, x.dtype, mesh)
         if size == 1 or x.numel() == 0:
             return x.clone(memory_format=torch.contiguous_format)
+        if hosts is not None and is_eager(x):
+            return direct_all_reduce(x, kind, hosts)
         how = wire(kind, x.dtype)
         if how is None:
             return self._gathered(x, kind, mesh, axes)
@@ -132,18 +143,20 @@ class Processes:
 
     def all_gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Concatenate the group's tensors along dim 0."""
-        alias, size = self.prepare(mesh, axes)
+        alias, size, hosts = self.prepare(mesh, axes)
         if size == 0:
             return Absent((len(mesh.peers(0, axes)) * x.shape[0], *x.shape[1:]), x.dtype, mesh)
         if size == 1:
             return x.clone(memory_format=torch.contiguous_format)
         if x.numel() == 0:
             return x.new_empty((size * x.shape[0], *x.shape[1:]))
+        if hosts is not None and is_eager(x):
+            return direct_all_gather(x, hosts)
         return unpacked(_wait(_all_gather(packed(x), size, alias)), x.dtype)
 
     def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce over the group and keep this rank's chunk of dim 0."""
-        alias, size = self.prepare(mesh, axes)
+        alias, size, hosts = self.prepare(mesh, axes)
         ranks = size or len(mesh.peers(0, axes))
         check_chunks(x.shape[0], ranks, axes)
         if size == 0:
@@ -152,6 +165,8 @@ class Processes:
             return x.clone(memory_format=torch.contiguous_format)
         if x.numel() == 0:
             return x.new_empty((x.shape[0] // size, *x.shape[1:]))
+        if hosts is not None and is_eager(x):
+            return direct_reduce_scatter(x, kind, hosts)
         how = wire(kind, x.dtype)
         if how is None:
             return combine(self._exchanged_chunks(x, mesh, axes), kind)
@@ -159,7 +174,7 @@ class Processes:
 
     def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Send and receive so many elements to and from each of the group."""
-        alias, size = self.prepare(mesh, axes)
+        alias, size, _ = self.prepare(mesh, axes)
         if size == 0:
             return Absent((sum(_here(receive, 0)),), x.dtype, mesh)
         if size == 1:
@@ -170,7 +185,7 @@ class Processes:
 
     def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
         """The first place's value."""
-        alias, size = self.prepare(mesh, mesh.root.axes)
+        alias, size, _ = self.prepare(mesh, mesh.root.axes)
         if size == 0:
             return Absent(x.shape, x.dtype, mesh)
         if size == 1 or x.numel() == 0:
