@@ -3,7 +3,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench bench-moves clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
@@ -18,6 +18,11 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/dispatch.py
+
+bench-moves: $(READY)
+	$(BIN)/python benchmarks/redistribute.py plan
+	$(BIN)/python benchmarks/redistribute.py run --ranks 4
+	$(BIN)/python benchmarks/redistribute.py run --ranks 8
 
 clean:
 	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

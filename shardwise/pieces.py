@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import torch
@@ -278,6 +278,17 @@ def parcels_in(mine: Index, pieces: Iterable[tuple[int, Index]]) -> list[Parcel]
 def _parcel(start: int, index: Index, shared: tuple[Block, ...]) -> Parcel:
     shape = shape_of(index)
     return Parcel(start, shape, contiguous_stride(shape), shared)
+
+
+def in_a_row(pieces: Sequence[Index | None]) -> tuple[tuple[int, ...], list[tuple[int, Index]]]:
+    """How many elements each piece has, and where it begins in a buffer that holds one after another; None has none.
+
+    >>> in_a_row([(((0, 2),),), None, (((5, 9),),)])
+    ((2, 0, 4), [(0, (((0, 2),),)), (2, (((5, 9),),))])
+    """
+    counts = [0 if index is None else math.prod(shape_of(index)) for index in pieces]
+    starts = accumulate(counts, initial=0)
+    return tuple(counts), [(start, index) for start, index in zip(starts, pieces, strict=False) if index is not None]
 
 
 def pack(x: Tensor, size: int, parcels: Sequence[Parcel]) -> Tensor:

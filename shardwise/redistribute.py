@@ -27,6 +27,7 @@ from .pieces import (
     common,
     copy,
     cut_out,
+    in_a_row,
     index_of,
     join,
     joins,
@@ -245,11 +246,12 @@ def _exchanging(step: Step) -> tuple[Kernel, PerRank, PerRank, PerRank, PerRank,
         pairs = [(place, peer) if going else (peer, place) for peer in step.before.mesh.peers(place, step.axes)]
         return [common(held.at(a), wanted.at(b)) if a != b and brings(a, b) else nothing for a, b in pairs]
 
-    going, coming = PerRank(partial(boxes, going=True)), PerRank(partial(boxes, going=False))
-    send, receive = _counts(going), _counts(coming)
+    going = PerRank(lambda place: in_a_row(boxes(place, going=True)))
+    coming = PerRank(lambda place: in_a_row(boxes(place, going=False)))
+    send, receive = PerRank(lambda place: going.at(place)[0]), PerRank(lambda place: coming.at(place)[0])
     size = PerRank(lambda place: sum(send.at(place)))
-    out = PerRank(lambda place: parcels_out(held.at(place), _in_a_row(going.at(place))))
-    back = PerRank(lambda place: parcels_in(wanted.at(place), _in_a_row(coming.at(place))))
+    out = PerRank(lambda place: parcels_out(held.at(place), going.at(place)[1]))
+    back = PerRank(lambda place: parcels_in(wanted.at(place), coming.at(place)[1]))
     own = PerRank(lambda place: blocks(held.at(place), wanted.at(place)) if brings(place, place) else ())
     return (pack, size, out), send, receive, PerRank(step.after.local_shape), back, own
 
@@ -258,20 +260,8 @@ def _anyone(giver: int, taker: int) -> bool:
     return True
 
 
-def _counts(pieces: PerRank) -> PerRank:
-    return PerRank(lambda place: tuple([_count(index) for index in pieces.at(place)]))
-
-
 def _count(index: Index) -> int:
     return math.prod(shape_of(index))
-
-
-def _in_a_row(pieces: Sequence[Index]) -> list[tuple[int, Index]]:
-    """Each piece, with its start in a buffer that holds them one after another."""
-    starts = [0]
-    for index in pieces:
-        starts.append(starts[-1] + _count(index))
-    return list(zip(starts, pieces, strict=False))
 
 
 def _filled(x: Tensor, received: Tensor, shape: tuple[int, ...], parcels: Sequence[Parcel], own: tuple[Block, ...]) -> Tensor:

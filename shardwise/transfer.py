@@ -7,7 +7,6 @@ sends and receives is found by looking once at every other rank.
 from __future__ import annotations
 
 import math
-from itertools import accumulate
 from typing import NamedTuple
 
 from torch import Tensor, dtype
@@ -16,7 +15,21 @@ from .comm import Door, PerRank
 from .layout import Layout, Run
 from .memo import memo
 from .mesh import Mesh
-from .pieces import Block, Index, Parcel, blocks, common, copy, index_of, pack, parcels_in, parcels_out, shape_of, unpack
+from .pieces import (
+    Block,
+    Index,
+    Parcel,
+    blocks,
+    common,
+    copy,
+    in_a_row,
+    index_of,
+    pack,
+    parcels_in,
+    parcels_out,
+    shape_of,
+    unpack,
+)
 from .step import Step
 
 
@@ -92,25 +105,18 @@ def _held_shape(layout: Layout, rank: int) -> tuple[int, ...]:
 
 def _sent(step: Step, every: list[int], rank: int) -> _Load:
     place = step.before.mesh.place(rank)
-    counts, shares = _in_a_row([_share(step, rank, goal) for goal in every])
+    counts, shares = in_a_row([_share(step, rank, goal) for goal in every])
     return _Load(counts, () if place is None else tuple(parcels_out(index_of(step.before, place), shares)))
 
 
 def _landing(step: Step, every: list[int], rank: int) -> _Landing:
     place, own = step.after.mesh.place(rank), step.before.mesh.place(rank)
-    counts, shares = _in_a_row([_share(step, source, rank) for source in every])
+    counts, shares = in_a_row([_share(step, source, rank) for source in every])
     if place is None:
         return _Landing(None, (), _Load(counts, ()))
     wanted = index_of(step.after, place)
     kept = () if own is None else blocks(index_of(step.before, own), wanted)
     return _Landing(shape_of(wanted), kept, _Load(counts, tuple(parcels_in(wanted, shares))))
-
-
-def _in_a_row(shares: list[Index | None]) -> tuple[tuple[int, ...], list[tuple[int, Index]]]:
-    """How many elements each share has, and where it begins in a buffer that holds one after the other."""
-    counts = [0 if share is None else math.prod(shape_of(share)) for share in shares]
-    starts = accumulate(counts, initial=0)
-    return tuple(counts), [(start, share) for start, share in zip(starts, shares, strict=False) if share is not None]
 
 
 def _share(step: Step, source: int, goal: int) -> Index | None:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from .._torch import dispatch_modes
-from .wire import combine
+from .wire import combine, combine_into
 
 #: Marks what is ours: the group of the whole job also carries what its user sends.
 TAG = 0x5357
-#: Up to so many bytes are gathered from all and reduced by each: one round instead of two.
-FEW = 1 << 14
+#: Up to so many bytes of all ranks together are gathered and reduced by each: one round instead of two.
+FEW = 1 << 20
 
 
 def is_eager(x: Tensor) -> bool:
@@ -28,46 +28,57 @@ def is_eager(x: Tensor) -> bool:
 
 def all_gather(x: Tensor, group: Any) -> Tensor:
     """The group's tensors, concatenated along dim 0."""
-    mine = _flat(x)
+    mine, me = _flat(x), group.rank()
     out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    _swap([mine] * group.size(), out.view(group.size(), -1).unbind(), group)
+    parts = out.view(group.size(), -1).unbind()
+    works = _swap([mine] * group.size(), parts, group)
+    parts[me].copy_(mine)
+    _wait(works)
     return out
 
 
 def reduce_scatter(x: Tensor, kind: str, group: Any) -> Tensor:
     """This rank's equal chunk of dim 0 of the group's tensors, reduced."""
-    shape = (x.shape[0] // group.size(), *x.shape[1:])
-    return _scattered(_flat(x), kind, group).view(shape)
+    parts = _flat(x).view(group.size(), -1)
+    part = _scatter(parts, torch.empty_like(parts), kind, group)
+    return part.clone().view(x.shape[0] // group.size(), *x.shape[1:])
 
 
 def all_reduce(x: Tensor, kind: str, group: Any) -> Tensor:
     """The group's tensors, reduced."""
     flat, n = _flat(x), group.size()
-    if flat.numel() * x.element_size() <= FEW or flat.numel() < n:
-        return combine(all_gather(flat[None], group).unbind(), kind).view(x.shape)
     whole = flat.numel()
+    if whole * n * x.element_size() <= FEW:
+        return combine(all_gather(flat[None], group).unbind(), kind).view(x.shape)
     if whole % n:
-        flat = torch.cat([flat, flat[: n - whole % n]])  # any values will do: they are cut off again
-    return all_gather(_scattered(flat, kind, group), group)[:whole].view(x.shape)
+        flat = torch.cat([flat, flat.new_zeros(n - whole % n)])
+    parts = flat.view(n, -1)
+    out = torch.empty_like(parts)
+    mine = _scatter(parts, out, kind, group)
+    _wait(_swap([mine] * n, out.unbind(), group))
+    return out.view(-1)[:whole].view(x.shape)
 
 
 def _flat(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg().reshape(-1).contiguous()
 
 
-def _scattered(flat: Tensor, kind: str, group: Any) -> Tensor:
-    parts = flat.view(group.size(), -1).unbind()
-    received = torch.empty_like(flat).view(group.size(), -1).unbind()
-    _swap(parts, received, group)
-    return combine(received, kind)
+def _scatter(parts: Tensor, room: Tensor, kind: str, group: Any) -> Tensor:
+    """This rank's part, reduced, in its own row of `room`; the other rows may be anything then."""
+    me = group.rank()
+    _wait(_swap(parts.unbind(), room.unbind(), group))
+    every = [parts[me] if i == me else room[i] for i in range(group.size())]
+    return combine_into(room[me], every, kind)
 
 
-def _swap(going: Sequence[Tensor], coming: Sequence[Tensor], group: Any) -> None:
-    """Send one tensor to each of the group and receive one from each, nearest first."""
+def _swap(going: Sequence[Tensor], coming: Sequence[Tensor], group: Any) -> list[Any]:
+    """Begin to send a tensor to each other of the group and to receive one from each, nearest first."""
     n, me = group.size(), group.rank()
     peers = [(me + i) % n for i in range(1, n)]
     works = [group.recv([coming[peer]], peer, TAG) for peer in reversed(peers)]
-    works += [group.send([going[peer]], peer, TAG) for peer in peers]
-    coming[me].copy_(going[me])
+    return works + [group.send([going[peer]], peer, TAG) for peer in peers]
+
+
+def _wait(works: Sequence[Any]) -> None:
     for work in works:
         work.wait()

@@ -24,6 +24,9 @@ class Door(Protocol):
     """What a world offers. All verbs are collective over the mesh: every rank of it calls them in the same order. A rank that
     is not in the mesh may call them: it communicates nothing, and its result has the shape of the first place's."""
 
+    def ready(self, mesh: Mesh) -> None:
+        """Make whatever communication on the mesh needs, since a graph from a compile cache runs where nothing was traced."""
+
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce over the group by kind (sum, max, min, product, band, bor, bxor); a new tensor."""
 

@@ -1,8 +1,8 @@
 """`Processes`: the door to a job of processes, on torch.distributed process groups of any backend.
 
-A group goes by an alias that is the same on every rank (`mesh.alias(axes)`); each rank makes only the groups it is in,
-when they are first used. The collectives trace, and nothing that they leave in a graph depends on the rank. A rank that is not
-in a mesh holds shapes (`Absent`) and communicates nothing.
+A group goes by an alias that is the same on every rank (`mesh.alias(axes)`); each rank makes only the groups it is in, with
+the mesh or when they are first used. The collectives trace, and nothing that they leave in a graph depends on the rank. A rank
+that is not in a mesh holds shapes (`Absent`) and communicates nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -79,15 +80,20 @@ class Processes:
         self._places: dict[Mesh, int] = {}
 
     def prepare(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
-        """The group of this rank over `axes`, made if it is not there yet; collective over the group.
-
-        A graph loaded from a compile cache names groups that nothing has made in this process: prepare them first.
-        """
+        """The group of this rank over `axes`, made if it is not there yet; collective over the group."""
         job = dist.group.WORLD
         if job is None or self._job() is not job:
             self._join(job, mesh)
         found = self._groups.get((mesh.root, axes))
         return self._make(mesh.root, axes) if found is None else found
+
+    def ready(self, mesh: Mesh) -> None:
+        """Make every group that a plan on the mesh may use; collective over the mesh."""
+        axes = [axis for axis, n in mesh.root.shape.items() if n > 1]
+        for count in range(1, len(axes) + 1):
+            for chosen in combinations(axes, count):
+                if mesh.usable(chosen):
+                    self.prepare(mesh, chosen)
 
     def _join(self, job: Any, mesh: Mesh) -> None:
         """Forget the groups of a job that was left, so that they are made anew for this one."""

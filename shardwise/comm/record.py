@@ -124,6 +124,10 @@ class Recorder:
         if ranks > 1:
             self._write(kind, axes, RECEIVED[kind](size, ranks))
 
+    def ready(self, mesh: Mesh) -> None:
+        """Pass on; nothing is communicated."""
+        self._door.ready(mesh)
+
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Record an all_reduce."""
         self._count("all_reduce", _size(x), mesh, axes)

@@ -223,6 +223,9 @@ class Simulated:
     (tensor([1.]), tensor([1.]))
     """
 
+    def ready(self, mesh: Mesh) -> None:
+        """There is nothing to make."""
+
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce each group in its order; every place gets its own copy of one and the same result."""
         return _by_group(x, mesh, axes, lambda pieces: [combine(pieces, kind)] * len(pieces))

@@ -52,7 +52,7 @@ def unpacked(x: Tensor, kind: dtype) -> Tensor:
 
 
 #: How two pending values combine; the same operators as in the dense program, so NaN and overflow mean the same.
-COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "product": torch.mul,
     "max": torch.maximum,
@@ -69,9 +69,26 @@ def combine(values: Sequence[Tensor], kind: str) -> Tensor:
     >>> combine([torch.tensor(2), torch.tensor(5)], "max")
     tensor(5)
     """
+    return reduce(_combiner(kind), values)
+
+
+def combine_into(out: Tensor, values: Sequence[Tensor], kind: str) -> Tensor:
+    """The same, written into a tensor of the same shape, which must be none of the values.
+
+    >>> combine_into(torch.empty(()), [torch.tensor(2.0), torch.tensor(5.0)], "sum")
+    tensor(7.)
+    """
+    combiner = _combiner(kind)
+    out.copy_(values[0]) if len(values) == 1 else combiner(values[0], values[1], out=out)
+    for value in values[2:]:
+        combiner(out, value, out=out)
+    return out
+
+
+def _combiner(kind: str) -> Callable[..., Tensor]:
     if kind not in COMBINE:
         raise OperatorError(f"no collective reduces by {kind!r}; use one of {', '.join(COMBINE)}")
-    return reduce(COMBINE[kind], values)
+    return COMBINE[kind]
 
 
 class Wire(NamedTuple):

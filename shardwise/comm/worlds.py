@@ -58,6 +58,8 @@ def init_mesh(
 ) -> Mesh:
     """A mesh of named axes over the running job's ranks, or over simulated ranks where there is no job.
 
+    Collective over its ranks where they are processes: the groups that plans may use are made here.
+
     In order: inside `simulate(n)`, its ranks; else the initialised torch.distributed job; else, started by torchrun,
     that job, which is initialised here; else as many simulated ranks as the mesh has. Later axes vary faster.
 
@@ -73,7 +75,9 @@ def init_mesh(
     chosen = tuple(range(size)) if ranks is None else tuple(ranks)
     world, there = _find_world(device, max((size, *(rank + 1 for rank in chosen))))
     _check_fits(axes, chosen, there, world)
-    return Mesh(axes, axes.values(), chosen, device or _default_device(world), world, None, slow, groups)
+    mesh = Mesh(axes, axes.values(), chosen, device or _default_device(world), world, None, slow, groups)
+    door(mesh).ready(mesh)
+    return mesh
 
 
 def _find_world(device: str | None, needed: int) -> tuple[str, int]:

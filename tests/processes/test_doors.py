@@ -1,5 +1,8 @@
 """Every verb of the door on Gloo ranks gives what the simulated door gives on the same data."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -95,6 +98,7 @@ def odd_inputs(world, mesh, axes, local):
     scalar = local(lambda place: torch.tensor(place + 1.0))
     bits = local(lambda place: torch.tensor(1 << place))
     nothing = local(lambda place: torch.empty(0))
+    large = local(lambda place: data(place, torch.float32, (5003,)))
     return {
         "turned": world.all_gather(turned, mesh, axes),
         "turned, reduced": world.reduce_scatter(turned, "sum", mesh, axes),
@@ -109,6 +113,8 @@ def odd_inputs(world, mesh, axes, local):
         "empty, scattered": world.reduce_scatter(empty, "sum", mesh, axes),
         "empty, broadcast": world.broadcast(empty, mesh),
         "nothing to anyone": world.all_to_all(nothing, (0,) * size, (0,) * size, mesh, axes),
+        "large": world.all_reduce(large, "sum", mesh, axes),
+        "large, max": world.all_reduce(large.long(), "max", mesh, axes),
         "scalar": world.all_reduce(scalar, "sum", mesh, axes),
         "bits": world.all_reduce(bits, "bor", mesh, axes),
         "scalar, broadcast": world.broadcast(scalar, mesh),
@@ -127,19 +133,28 @@ def what_does_not_communicate(world, mesh, local):
     }
 
 
-def run_every_verb(sizes, ranks, axes):
+class Traceable(Processes):
+    """The door as a tracer sees it: by torch's own collectives."""
+
+    def prepare(self, mesh, axes):
+        return super().prepare(mesh, axes)._replace(hosts=None)
+
+
+def run_every_verb(sizes, ranks, axes, traceable):
     mesh = mesh_of(sizes, ranks, "processes")
     place = here(mesh)
-    found = every_verb(door(mesh), mesh, axes, lambda function: function(place))
+    world = Traceable() if traceable else door(mesh)
+    found = every_verb(world, mesh, axes, lambda function: function(place))
     assert all(x.is_contiguous() for name, x in found.items() if "each" not in name)
     return place, found
 
 
+@pytest.mark.parametrize("traceable", [False, True], ids=["eager", "traceable"])
 @pytest.mark.parametrize(("sizes", "ranks", "axes"), CASES)
-def test_processes_and_simulation_agree(pool, sizes, ranks, axes):
+def test_processes_and_simulation_agree(pool, sizes, ranks, axes, traceable):
     mesh = mesh_of(sizes, ranks, "simulated")
     expected = every_verb(Simulated(), mesh, axes, lambda function: bundle_of(mesh, function))
-    for place, found in pool(len(ranks)).run(run_every_verb, sizes, ranks, axes):
+    for place, found in pool(len(ranks)).run(run_every_verb, sizes, ranks, axes, traceable):
         assert found.keys() == expected.keys()
         for name, value in found.items():
             theirs = expected[name].pieces[place]
@@ -283,6 +298,34 @@ def test_a_traced_program_is_the_same_text_on_every_rank(pool):
     assert len(codes) == 1
     assert "shardwise.rank_number.default([0, 10, 20, 30]" in codes.pop()
     assert all(eager == traced == compiled for _, eager, traced, compiled in results)
+
+
+TRACED = """
+import torch, torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import shardwise as sw
+from shardwise.comm import door
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+mesh = sw.init_mesh(here=2, there=2)
+def program(x):
+    world = door(mesh)
+    return world.all_gather(world.all_reduce(x, "sum", mesh, ("here", "there")), mesh, ("there",))
+print(make_fx(program, tracing_mode="fake")(torch.ones(2)).code)
+"""
+
+
+def run_elsewhere(code):
+    init_mesh(here=2, there=2)
+    names = {"torch": torch, "device": torch.device}
+    exec(code, names)
+    return names["forward"](None, torch.full((2,), float(dist.get_rank()))).tolist()
+
+
+def test_a_graph_runs_where_nothing_was_traced(pool):
+    code = subprocess.run([sys.executable, "-c", TRACED], capture_output=True, text=True, check=True).stdout
+    assert "_c10d_functional.all_reduce.default" in code
+    assert pool(4).run(run_elsewhere, code) == [[6.0] * 4] * 4
 
 
 def run_recorded():
