@@ -69,15 +69,26 @@ def products(vectors: Sequence[list[int]]) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def points(mesh: Mesh, axes: tuple[str, ...]) -> Points:
-    """The coordinates of ranks, for each axis of the mesh: all that differ along `axes`, or on a large mesh some of them.
+def points(mesh: Mesh, axes: tuple[str, ...], most: int = MOST_POINTS) -> Points:
+    """The coordinates of ranks, for each axis of the mesh: all that differ along `axes`, or some of them if they are too many.
 
     A bound from some ranks is a bound; the ranks that share least with their target are found at the ends.
     """
     sizes = {axis: mesh.shape[axis] for axis in axes}
-    few = math.prod(sizes.values()) > MOST_POINTS
+    few = math.prod(sizes.values()) > most
     every = list(product(*[_span(sizes.get(axis, 1), few) for axis in mesh.axes]))
     return {axis: [point[i] for point in every] for i, axis in enumerate(mesh.axes)}
+
+
+@lru_cache(maxsize=4096)
+def indices(mesh: Mesh, axes: tuple[str, ...], most: int = MOST_POINTS) -> list[int]:
+    """At each point of the mesh, which shard of a dim cut by these axes a rank holds. Not to be written to."""
+    at = points(mesh, mesh.axes, most)
+    found = [0] * len(at[mesh.axes[0]])
+    for axis in axes:
+        n = mesh.shape[axis]
+        found = [i * n + value for i, value in zip(found, at[axis], strict=True)]
+    return found
 
 
 def _span(size: int, few: bool) -> Sequence[int]:

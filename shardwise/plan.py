@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from .bounds import lower_bound
-from .cost import Link, links, local, route
+from .cost import Link, links, route
 from .denote import prove
 from .errors import LayoutError, PlanError
 from .layout import Factor, Layout, default_sizes
 from .memo import memo
-from .search import search, seconds
+from .search import AT_HAND, search, seconds
 from .step import LOCAL, Step
 
 #: Ways to plan that `Plan.explain` compares with the chosen one: steps left out, and whether the memory bound is lifted.
@@ -105,7 +105,7 @@ class Plan:
           permute over a,b  → f32[8@b, 4@a]  32 bytes
         Rejected:
           gather, then cut  20.1 µs, 1 collective, 96 bytes, peak 128 (over the bound of 32): all_gather over a,b, take over a,b
-          exchange only       30 µs, 1 collective, 32 bytes, peak 32: exchange over a,b
+          exchange only       24 µs, 1 collective, 32 bytes, peak 32: exchange over a,b
         """
         if self.have.mesh.root is not self.want.mesh.root:
             return f"{self}\nBetween meshes only what ranks lack is transferred: there is no other way to compare with."
@@ -144,7 +144,7 @@ def _time(cost: float) -> str:
 
 def _seconds(step: Step) -> float:
     if step.kind in LOCAL:
-        return local(step.after.nbytes)
+        return AT_HAND
     return seconds(step.kind, _link(step), step.bytes) if step.communicates else 0.0
 
 

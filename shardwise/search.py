@@ -11,18 +11,22 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import combinations, permutations, product, takewhile
+from itertools import accumulate, combinations, permutations, product, takewhile
 from typing import NamedTuple
 
-from .bounds import Side, carried, missing, points, products, reductions, shares
-from .cost import Link, local, route
+from .bounds import Side, carried, indices, missing, points, products, reductions, shares
+from .cost import Link, route
 from .layout import Dim, Factor, Layout, default_sizes, whole
 from .mesh import Mesh
 from .step import Step
 
 #: Starts that a kind of step costs. An exchange is planned element by element, packed and unpacked.
 STARTS = {"all_reduce": 1.0, "reduce_scatter": 1.0, "all_gather": 1.0, "all_to_all": 1.0, "permute": 1.0}
-STARTS |= {"exchange": 1.5, "transfer": 1.5}
+STARTS |= {"exchange": 1.2, "transfer": 1.2}
+#: What is left to do is estimated from so many ranks at most: what they lack is a bound, and cheaper to count.
+MOST_POINTS = 32
+#: Seconds of a local step: not nothing, so that none is taken in vain, and no matter of bytes, since several become one.
+AT_HAND = 1e-7
 
 Pending = tuple[tuple[str, str], ...]
 Numbers = tuple[int, ...]
@@ -52,7 +56,7 @@ class Cuts:
 
     def __init__(self, have: Dim, want: Dim, mesh: Mesh, pooled: Sequence[str]) -> None:
         self._mesh, self._numbers, self._pooled = mesh, dict[Dim, int](), pooled
-        self._points = points(mesh, mesh.axes)
+        self._goals: list[tuple[int, int]] | None = None
         self._kept: dict[int, list[int]] = {}
         self.dims: list[Dim] = []
         self.axes: list[tuple[str, ...]] = []
@@ -102,7 +106,8 @@ class Cuts:
         found = self._toward.get((cut, axis)) or self._more.get((cut, axis))
         if found is None:
             factor = self.dims[cut][0]
-            sizes = tuple(piece for size in factor.sizes for piece in default_sizes(size, (self._mesh.shape[axis],)))
+            chunks = {size: default_sizes(size, (self._mesh.shape[axis],)) for size in set(factor.sizes)}
+            sizes = tuple([piece for size in factor.sizes for piece in chunks[size]])
             found = self._more[cut, axis] = self.number((Factor(factor.size, (*factor.axes, axis), sizes),))
         return found
 
@@ -110,9 +115,20 @@ class Cuts:
         """At each point of the mesh, how much of what a rank wants of this dim it (or its pool) holds."""
         found = self._kept.get(cut)
         if found is None:
-            held, wanted = (Side(self.dims[number], self._mesh, self._points) for number in (cut, self.want))
-            found = self._kept[cut] = shares(held, wanted, self._pooled)
+            found = self._kept[cut] = self._shares(cut)
         return found
+
+    def _shares(self, cut: int) -> list[int]:
+        dim, want = self.dims[cut], self.dims[self.want]
+        if len(dim) > 1 or len(want) > 1 or any(axis in self._pooled for axis in self.axes[cut]):
+            at = points(self._mesh, self._mesh.axes, MOST_POINTS)
+            return shares(Side(dim, self._mesh, at), Side(want, self._mesh, at), self._pooled)
+        if self._goals is None:
+            ends = [0, *accumulate(want[0].sizes)]
+            self._goals = [(ends[i], ends[i + 1]) for i in indices(self._mesh, want[0].axes, MOST_POINTS)]
+        ends = [0, *accumulate(dim[0].sizes)]
+        every = zip(indices(self._mesh, dim[0].axes, MOST_POINTS), self._goals, strict=True)
+        return [max(0, min(ends[i + 1], stop) - max(ends[i], start)) for i, (start, stop) in every]
 
     def renamed(self, cut: int, axes: tuple[str, ...]) -> int:
         """The same pieces, dealt out along other axes."""
@@ -129,7 +145,7 @@ class Space:
     def __init__(self, have: Layout, want: Layout, cap: float, without: Iterable[str], every_group: bool) -> None:
         self.mesh, self.have, self.want, self.cap, self.without = have.mesh, have, want, cap, frozenset(without)
         pooled = tuple(axis for axis, _ in want.partials)
-        self._group = math.prod([self.mesh.shape[axis] for axis in pooled])
+        self.group = math.prod([self.mesh.shape[axis] for axis in pooled])
         self.cuts = [Cuts(h, w, self.mesh, pooled) for h, w in zip(have.dims, want.dims, strict=True)]
         self.item = have.dtype.itemsize
         self.start: Node = tuple(c.have for c in self.cuts), have.partials
@@ -139,6 +155,8 @@ class Space:
         routes = [route(self.mesh, (axis,)) for axis, n in self.mesh.shape.items() if n > 1]
         self._least = min([link.per_byte for link in routes], default=0.0)
         self.start_seconds = min([link.latency for link in routes], default=0.0)
+        self.straight = len(set(routes)) <= 1 and "exchange" not in self.without
+        self._all = self.mesh.size <= MOST_POINTS
         self._lacking: dict[Numbers, tuple[int, int]] = {}
         self._wanted = self._held(self.goal[0])
         self._due: dict[Pending, float] = {}
@@ -173,9 +191,11 @@ class Space:
         if pending not in self._due:
             transfers = reductions(pending, self.want)
             average = self.want.shape.numel() * self.item * transfers / self.mesh.size
-            self._due[pending] = max(self.want.nbytes / self._group, average) if transfers else 0.0
+            self._due[pending] = max(self.want.nbytes / self.group, average) if transfers else 0.0
         worst, total = self.lacking(cuts)
-        least = max(worst / self._group, carried(pending, self.want, total) if pending and not self._due[pending] else 0.0)
+        least = max(
+            worst / self.group, carried(pending, self.want, total) if self._all and pending and not self._due[pending] else 0.0
+        )
         return self.start_seconds + max(self._due[pending], least * self.item) * self._least
 
     def _is_local(self, cuts: Numbers, pending: Pending) -> bool:
@@ -226,15 +246,15 @@ def _exchanges(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     """Straight to the target's cuts, whatever they are."""
     cuts, pending = node
     goal = space.goal[0]
+    if space.least("exchange", space.lacking(cuts)[0] / space.group * space.item) >= budget:
+        return
     wanted = {axis for c, cut in zip(space.cuts, goal, strict=True) for axis in c.axes[cut]}
     if cuts == goal or any(axis in wanted for axis, _ in pending):
         return
     moved = zip(space.cuts, cuts, goal, strict=True)
     axes = tuple(axis for c, cut, other in moved if cut != other for axis in c.axes[cut])
     if axes:
-        # On groups that leave a value pending, what a group lacks is not what a rank lacks.
-        pooled = bool(space.want.partials)
-        received = missing(space.layout(node), space.layout((goal, pending))) if pooled else space.lacking(cuts)[0] * space.item
+        received = missing(space.layout(node), space.layout((goal, pending)))
         yield Edge("exchange", axes, (goal, pending), space.price("exchange", axes, received))
 
 
@@ -242,6 +262,8 @@ def _takes(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     """One more axis cuts a dim, or all of the target's where the dim is a product of factors."""
     cuts, pending = node
     free = _free(space, node)
+    if space.straight and not pending:  # an axis that has to be gathered again helps only to avoid exchanges or slow links
+        free = [axis for axis in free if axis in space.want.states]
     for dim, (c, cut) in enumerate(zip(space.cuts, cuts, strict=True)):
         ways: list[tuple[tuple[str, ...], int]] = []
         if len(c.dims[cut]) == 1:
@@ -250,7 +272,7 @@ def _takes(space: Space, node: Node, budget: float) -> Iterator[Edge]:
             ways.append((c.axes[c.want], c.want))
         for axes, after in ways:
             taken = _set(cuts, dim, after)
-            yield Edge("take", axes, (taken, pending), local(space.bytes(taken)))
+            yield Edge("take", axes, (taken, pending), AT_HAND)
 
 
 def _dropped(space: Space, cuts: Numbers) -> Iterator[tuple[tuple[str, ...], Numbers]]:
@@ -411,18 +433,18 @@ def _leaves(space: Space, node: Node, budget: float) -> Iterator[Edge]:
         return
     scaled = tuple(axis for axis, kind in due.items() if axis in now and _alike(now[axis], kind, space.have))
     if scaled:
-        yield Edge("scale", scaled, (cuts, _with(space, now, due, scaled)), local(space.bytes(cuts)))
+        yield Edge("scale", scaled, (cuts, _with(space, now, due, scaled)), AT_HAND)
     free = tuple(axis for axis in _free(space, node) if axis in due)
     for axes in dict.fromkeys((free, *((axis,) for axis in free))):
         if axes:
-            yield Edge("split", axes, (cuts, _with(space, now, due, axes)), local(space.bytes(cuts)))
+            yield Edge("split", axes, (cuts, _with(space, now, due, axes)), AT_HAND)
     for dim, (c, cut) in enumerate(zip(space.cuts, cuts, strict=True)):
         for count in range(1, len(c.axes[cut]) + 1 if len(c.dims[cut]) == 1 else 1):
             axes = c.axes[cut][-count:]
             embedded = _set(cuts, dim, c.fewer(cut, count))
             if not due.keys() >= set(axes) or space.bytes(embedded) > space.cap:
                 break
-            yield Edge("embed", axes, (embedded, _with(space, now, due, axes)), local(space.bytes(embedded)))
+            yield Edge("embed", axes, (embedded, _with(space, now, due, axes)), AT_HAND)
 
 
 def _with(space: Space, now: dict[str, str], due: dict[str, str], axes: Iterable[str]) -> Pending:

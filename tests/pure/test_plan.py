@@ -148,7 +148,7 @@ def test_uneven_collectives_merge(case: str) -> None:
 def test_replicas_share_the_work_of_a_large_reduction() -> None:
     mesh = mesh_of(4, 2)
     plan = sw.plan(sw.layout((4096, 4096), mesh, [P, R]), sw.layout((4096, 4096), mesh, [R, R]))
-    assert [step.kind for step in plan.steps] == ["take", "all_reduce", "all_gather"]
+    assert [step.kind for step in plan.steps] == ["take", "reduce_scatter", "all_gather"]
     assert plan.bytes == plan.lower_bound < 2 * 3 / 4 * plan.want.nbytes
 
 
@@ -165,6 +165,21 @@ def test_slow_axes_carry_less() -> None:
     (merged,) = kinds([S0, S1], [R, R], fast, shape)
     assert merged == ("all_gather", ("a", "b"))
     assert kinds([S0, S1], [R, R], mixed, shape) == [("all_gather", ("a",)), ("all_gather", ("b",))]
+
+
+def test_replicas_share_slow_links() -> None:
+    mesh = mesh_of(2, 4, slow=("a",))
+    plan = sw.plan(sw.layout((4096, 4096), mesh, [S0, R]), sw.layout((4096, 4096), mesh, [S1, R]))
+    direct = sw.plan(plan.have, plan.want, without=("all_gather",))
+    assert [step.kind for step in plan.steps] == ["take", "all_to_all", "all_gather"]
+    assert (plan.collectives, direct.collectives) == (2, 1) and plan.cost < 0.8 * direct.cost
+
+
+def test_whole_tensors_are_cut_without_communication() -> None:
+    mesh = mesh_of(4, 2, 8)
+    whole_ = sw.layout((16384, 16384), mesh, [R, R, R])
+    for want in layouts(mesh, (16384, 16384), CUTS):
+        assert sw.plan(whole_, want).collectives == 0, want
 
 
 def test_measured_links_change_the_plan() -> None:
@@ -290,7 +305,7 @@ def test_reductions_have_the_textbook_bounds(ranks: int) -> None:
 def test_a_plan_tells_what_was_rejected() -> None:
     mesh = mesh_of(4, 2)
     text = sw.plan(sw.layout((4096, 4096), mesh, [P, R]), sw.layout((4096, 4096), mesh, [R, R])).explain()
-    assert "no all-reduce  1.75 ms, 2 collectives, 83,886,080 bytes, peak 67,108,864: take over b, reduce_scatter" in text, text
+    assert "no reduce-scatter  1.72 ms, 2 collectives, 83,886,080 bytes, peak 67,108,864: take over b, all_reduce" in text, text
     assert "83,886,080 bytes received (at least 83,886,080: 1.00)" in text, text
 
 
