@@ -20,6 +20,7 @@ from shardwise.bounds import lower_bound, missing
 from shardwise.cost import ORDINARY, Link, set_links
 from shardwise.denote import prove
 from shardwise.layout import Factor, Layout, make_layout, whole
+from shardwise.plan import Plan
 from shardwise.search import _FAMILIES, Node, Space, search
 from shardwise.step import Step
 
@@ -170,9 +171,9 @@ def test_slow_axes_carry_less() -> None:
 def test_replicas_share_slow_links() -> None:
     mesh = mesh_of(2, 4, slow=("a",))
     plan = sw.plan(sw.layout((4096, 4096), mesh, [S0, R]), sw.layout((4096, 4096), mesh, [S1, R]))
-    direct = sw.plan(plan.have, plan.want, without=("all_gather",))
+    direct = Plan(plan.have, plan.want, (Step("all_to_all", ("a",), plan.have, plan.want),))
     assert [step.kind for step in plan.steps] == ["take", "all_to_all", "all_gather"]
-    assert (plan.collectives, direct.collectives) == (2, 1) and plan.cost < 0.8 * direct.cost
+    assert plan.cost < 0.8 * direct.cost
 
 
 def test_whole_tensors_are_cut_without_communication() -> None:
