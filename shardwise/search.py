@@ -155,7 +155,10 @@ class Space:
         routes = [route(self.mesh, (axis,)) for axis, n in self.mesh.shape.items() if n > 1]
         self._least = min([link.per_byte for link in routes], default=0.0)
         self.start_seconds = min([link.latency for link in routes], default=0.0)
-        self.straight = len(set(routes)) <= 1 and "exchange" not in self.without
+        # Links alike and exchanges at hand: from what is held, cut towards the target, one exchange brings the rest at the
+        # bound of bytes. Other cuts on the way could save a fifth of a start at most.
+        at_hand = "exchange" not in self.without and (every_group or not self.mesh.explicit)
+        self.straight = len(set(routes)) <= 1 and at_hand and not want.partials
         self._all = self.mesh.size <= MOST_POINTS
         self._lacking: dict[Numbers, tuple[int, int]] = {}
         self._wanted = self._held(self.goal[0])
@@ -262,8 +265,6 @@ def _takes(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     """One more axis cuts a dim, or all of the target's where the dim is a product of factors."""
     cuts, pending = node
     free = _free(space, node)
-    if space.straight and not pending:  # an axis that has to be gathered again helps only to avoid exchanges or slow links
-        free = [axis for axis in free if axis in space.want.states]
     for dim, (c, cut) in enumerate(zip(space.cuts, cuts, strict=True)):
         ways: list[tuple[tuple[str, ...], int]] = []
         if len(c.dims[cut]) == 1:
@@ -271,8 +272,8 @@ def _takes(space: Space, node: Node, budget: float) -> Iterator[Edge]:
         if cut == c.uncut and len(c.dims[c.want]) > 1 and set(c.axes[c.want]) <= set(free):
             ways.append((c.axes[c.want], c.want))
         for axes, after in ways:
-            taken = _set(cuts, dim, after)
-            yield Edge("take", axes, (taken, pending), AT_HAND)
+            if after in c.near or pending or not space.straight:
+                yield Edge("take", axes, (_set(cuts, dim, after), pending), AT_HAND)
 
 
 def _dropped(space: Space, cuts: Numbers) -> Iterator[tuple[tuple[str, ...], Numbers]]:
