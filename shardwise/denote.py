@@ -8,7 +8,7 @@ chosen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import accumulate, product
 
 from .errors import PlanError
 from .layout import Layout, Run, shard_runs
@@ -42,15 +42,24 @@ def _points(layout: Layout, axes: set[str]) -> Iterator[Point]:
         yield dict(zip(names, values, strict=True))
 
 
-def _runs(layout: Layout, dim: int, at: Point) -> list[Run]:
+def _held(layout: Layout, dim: int) -> Callable[[Point], list[Run]]:
     """What the ranks at a coordinate hold of a dim."""
-    shards = []
-    for factor in layout.dims[dim]:
-        index = 0
-        for axis in factor.axes:
-            index = index * layout.mesh.shape[axis] + at[axis]
-        shards.append(index)
-    return shard_runs(layout.dims[dim], shards)
+    factors, shape = layout.dims[dim], layout.mesh.shape
+    ends = [0, *accumulate(factors[0].sizes)]
+
+    def at_point(at: Point) -> list[Run]:
+        shards = []
+        for factor in factors:
+            index = 0
+            for axis in factor.axes:
+                index = index * shape[axis] + at[axis]
+            shards.append(index)
+        if len(factors) > 1:
+            return shard_runs(factors, shards)
+        start, stop = ends[shards[0]], ends[shards[0] + 1]
+        return [(start, stop)] if start < stop else []
+
+    return at_point
 
 
 def _inside(part: list[Run], of: list[Run]) -> bool:
@@ -62,8 +71,9 @@ def _pooled(layout: Layout, dim: int, axes: tuple[str, ...]) -> Callable[[Point]
     cuts = set(layout.axes_of(dim))
     kept = layout.mesh.sorted_axes(cuts.difference(axes))
     found: dict[tuple[int, ...], list[Run]] = {}
+    held = _held(layout, dim)
     for at in _points(layout, cuts):
-        found.setdefault(tuple(at[axis] for axis in kept), []).extend(_runs(layout, dim, at))
+        found.setdefault(tuple([at[axis] for axis in kept]), []).extend(held(at))
     for key, runs in found.items():
         merged: list[Run] = []
         for start, stop in sorted(runs):
@@ -86,7 +96,8 @@ def _shrinks(step: Step, dim: int) -> bool:
     """Whether each rank ends with a part of what it held."""
     before, after = step.before, step.after
     axes = {*before.axes_of(dim), *after.axes_of(dim)}
-    return all(_inside(_runs(after, dim, at), _runs(before, dim, at)) for at in _points(before, axes))
+    ends, starts = _held(after, dim), _held(before, dim)
+    return all(_inside(ends(at), starts(at)) for at in _points(before, axes))
 
 
 def _grows(step: Step, dim: int) -> bool:
@@ -95,14 +106,16 @@ def _grows(step: Step, dim: int) -> bool:
     axes = set(step.before.axes_of(dim)).difference(step.axes)
     if axes != set(step.after.axes_of(dim)):
         return False
-    return all(_runs(step.after, dim, at) == pooled(at) for at in _points(step.before, axes))
+    held = _held(step.after, dim)
+    return all(held(at) == pooled(at) for at in _points(step.before, axes))
 
 
 def _comes_from_group(step: Step, dim: int) -> bool:
     """Whether each rank ends with a part of what its group held together."""
     pooled = _pooled(step.before, dim, step.axes)
     axes = set(step.before.axes_of(dim)).difference(step.axes) | set(step.after.axes_of(dim))
-    return all(_inside(_runs(step.after, dim, at), pooled(at)) for at in _points(step.before, axes))
+    held = _held(step.after, dim)
+    return all(_inside(held(at), pooled(at)) for at in _points(step.before, axes))
 
 
 # ── what each kind of step does ───────────────────────────────────────────────────────────────────────────────────────
