@@ -27,7 +27,7 @@ Points = dict[str, list[int]]
 def missing(have: Layout, want: Layout, pooled: tuple[str, ...] = ()) -> int:
     """Bytes of `want` that the worst rank does not hold in `have`, or the worst group over `pooled` axes not together.
 
-    What is pending is not looked at.
+    What is pending is not looked at. On one mesh of more than `MOST_POINTS` ranks it is the worst of some, see `points`.
 
     >>> from shardwise import Mesh, Shard, Replicate, layout
     >>> mesh = Mesh(("a",), (4,), range(4), "cpu", "simulated")

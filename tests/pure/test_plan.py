@@ -53,6 +53,7 @@ ALL = [*CUTS, Partial("sum"), Partial("avg")]
 def cheapest(have: Layout, want: Layout, cap: float, without: tuple[str, ...]) -> float:
     """Dijkstra's search over the same graph with nothing left out: what the quick search must agree with."""
     space = Space(have, want, cap, without, False)
+    space.straight = False
     best: dict[Node, float] = {space.start: 0.0}
     queue: list[tuple[float, int, Node]] = [(0.0, 0, space.start)]
     count = 0
@@ -81,7 +82,8 @@ def test_the_search_is_exact(sizes: tuple[int, ...], shape: tuple[int, int], slo
         least = cheapest(have, want, cap, without)
         assert (steps is None) == (least == math.inf)
         if steps is not None:
-            assert sw.plan(have, want, None, without).cost <= least * (1 + 1e-9), f"{have} → {want}"
+            given_away = 0.0 if slow or without else 0.2 * ORDINARY.latency  # see `Space.straight`
+            assert sw.plan(have, want, None, without).cost <= (least + given_away) * (1 + 1e-9), f"{have} → {want}"
 
 
 @pytest.mark.parametrize(
