@@ -4,6 +4,7 @@ from .comm import Bundle, communication, init_mesh, simulate, trace_comm
 from .comm.calibrate import calibrate
 from .errors import CommunicationError, LayoutError, MeshError, OperatorError, PlanError, ShardwiseError, WorldError
 from .factories import empty, full, ones, rand, randn, zeros
+from .identity import VERSION
 from .layout import Layout
 from .layout import make_layout as layout
 from .memo import cache_clear, cache_info
@@ -13,7 +14,7 @@ from .plan import plan
 from .relabel import relabel
 from .tensor import DTensor, distribute_tensor
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "Bundle",
     "CommunicationError",

@@ -5,24 +5,40 @@ Supported: torch 2.11 to 2.13. Nothing else in the package touches `torch._*`.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch._decomp  # the table of decompositions is filled on import
+import torch._guards
 import torch._meta_registrations  # Python meta kernels give output shapes of many operators
 import torch.distributed._functional_collectives  # gives the collective operators their fake kernels, for tracing
 from torch._C import _distributed_c10d
+from torch._library.opaque_object import MemberType, register_opaque_type
+from torch._opaque_base import OpaqueBaseMeta
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "OpaqueBaseMeta",
+    "artifacts_of_block",
     "collectives",
+    "compile_graph",
+    "compile_local",
+    "compiler_caches",
+    "compiler_folder",
     "composite",
+    "constant_type",
     "decompositions",
     "dispatch_modes",
+    "inductor_settings",
+    "job_store",
     "make_wrapper",
     "new_group",
     "no_dispatch",
@@ -33,7 +49,9 @@ __all__ = [
     "raw_call",
     "register_group",
     "schema",
+    "tracing_context",
     "unregister_group",
+    "veto_cache",
 ]
 
 #: The only constructor of a tensor subclass that holds no memory of its own. In the order size, strides, storage offset, memory
@@ -150,3 +168,86 @@ def overloads(func: OpOverload, name: str) -> list[OpOverload]:
     """The overloads of the operator of that name in the namespace of `func`."""
     packet = getattr(getattr(torch.ops, func.namespace), name, None)
     return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+
+
+#: The trace that is going on, if any: torch keeps it from the first operator to the compiled backward.
+tracing_context: Any = torch._guards.TracingContext.try_get
+
+
+@functools.cache
+def veto_cache(refused: Callable[[], bool]) -> None:
+    """From now on torch's cache of compiled programs keeps none for which `refused()`. Its key is made before a program is
+    traced, and nothing else can tell it that the trace found something that the key does not say."""
+    cache = importlib.import_module("torch._functorch._aot_autograd.autograd_cache").AOTAutogradCache
+    save = cache.save
+
+    def save_unless_refused(*args: Any, **kwargs: Any) -> Any:
+        return None if refused() else save(*args, **kwargs)
+
+    cache.save = staticmethod(save_unless_refused)
+
+
+def constant_type(cls: type) -> None:
+    """Let objects of a class stand in traced programs as constants, like ints: what they are asked is answered while tracing.
+    torch 2.11 wants classes of a metaclass of its own (`OpaqueBaseMeta`) for that."""
+    members = {name: MemberType.USE_REAL for name in dir(cls) if not name.startswith("_") or name == "__getitem__"}
+    register_opaque_type(cls, typ="value", members=members)
+
+
+# ── the compiler: imported where something is compiled, since that takes seconds ──
+
+
+def inductor_settings(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
+    """The settings of Inductor that `torch.compile(mode=…, options=…)` means: only torch's own backend knows."""
+    return dict(torch._TorchCompileInductorWrapper(mode, options, dynamic).config)
+
+
+def compile_graph(gm: Any, inputs: Any, local: Callable[..., Any], settings: dict[str, Any]) -> Any:
+    """A graph of Dynamo compiled by Inductor; `local(gm, inputs, **words)` compiles each local program that no cache has.
+
+    The backward is compiled with the forward: by itself torch waits for the first backward, when nobody is told of it.
+    """
+    inductor = importlib.import_module("torch._inductor.compile_fx")
+    with importlib.import_module("torch._functorch.config").patch(force_non_lazy_backward_lowering=True):
+        return inductor.compile_fx(gm, inputs, inner_compile=local, config_patches=settings)
+
+
+def compile_local(gm: Any, inputs: Any, words: dict[str, Any]) -> tuple[Any, bool]:
+    """A local program compiled by Inductor, and whether its cache had it: only its counters tell."""
+    counters = importlib.import_module("torch._dynamo.utils").counters["inductor"]
+    before = counters["fxgraph_cache_hit"]
+    made = importlib.import_module("torch._inductor.compile_fx").compile_fx_inner(gm, inputs, **words)
+    return made, counters["fxgraph_cache_hit"] > before
+
+
+def compiler_caches() -> bool:
+    """Whether Inductor keeps what it compiles."""
+    settings = importlib.import_module("torch._inductor.config")
+    return bool(settings.fx_graph_cache and not importlib.import_module("torch.compiler.config").force_disable_caches)
+
+
+def compiler_folder() -> str:
+    """Where Inductor keeps what it compiles."""
+    found: str = importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
+    return found
+
+
+@contextlib.contextmanager
+def artifacts_of_block() -> Iterator[Callable[[], bytes]]:
+    """In the block torch's record of artifacts starts empty; yields what saves it. After the block it has everything again: the
+    public functions know one record, of all that the process compiled."""
+    record = importlib.import_module("torch.compiler._cache").CacheArtifactManager
+    with record.with_fresh_cache():
+        yield lambda: (record.serialize() or (b"", None))[0]
+        inside = list(record._seen_artifacts)
+    for artifact in inside:
+        if artifact not in record._seen_artifacts:
+            record._seen_artifacts.add(artifact)
+            record._new_cache_artifacts[artifact.type()].append(artifact)
+
+
+def job_store(prefix: str) -> Any:
+    """The store through which the ranks of the job found each other, for names of that prefix: there they tell each other things
+    without a collective. A connection of its own, where the store has connections: a thread that waits at another one may hold it
+    for minutes."""
+    return _c10d.PrefixStore(prefix, _c10d._get_default_store().clone())

@@ -6,9 +6,11 @@
     ├── PlanError            a redistribution that cannot be planned: too little memory, no groups, another world
     ├── OperatorError        an operator that cannot take these layouts
     ├── CommunicationError   communication that `sw.communication("forbid")` refused
+    ├── CompileError         a program that another rank failed to compile, or artifacts that do not fit here
     └── WorldError           the world around: ranks that disagree, a value that differs between simulated ranks
 
-Each is raised from facts that every rank knows, before any communication, so all ranks raise it alike.
+Each is raised from facts that every rank knows, before any communication, so all ranks raise it alike; a CompileError tells
+each rank what it waited for.
 """
 
 
@@ -34,6 +36,10 @@ class OperatorError(ShardwiseError, RuntimeError):
 
 class CommunicationError(ShardwiseError, RuntimeError):
     """Communication where the caller forbade it."""
+
+
+class CompileError(ShardwiseError, RuntimeError):
+    """A program that another rank failed to compile, or artifacts that do not fit here."""
 
 
 class WorldError(ShardwiseError, RuntimeError):

@@ -3,13 +3,14 @@ random numbers, which are those of the whole tensor whatever the mesh."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .comm import door
-from .layout import Layout, PerRank, Placements, make_layout
+from .layout import PerRank, Placements, as_read, make_layout, written
 from .mesh import Mesh
 from .placement import Replicate
 from .random import Fill, normal, sample, uniform
@@ -17,18 +18,31 @@ from .tensor import DTensor
 from .tools import Tools, wrap
 
 
-def _layout(size: tuple[Any, ...], mesh: Mesh | Any, placements: Placements | None, dtype: torch.dtype | None) -> Layout:
+class _Want(NamedTuple):
+    """What a new tensor is filled with: a value, or random numbers, or whatever lies in memory."""
+
+    value: Any = None
+    draw: str = ""
+
+
+def _new(size: Any, mesh: Mesh | Any, placements: Placements | None, dtype: torch.dtype | None, want: _Want) -> DTensor:
     shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-    on = Mesh.from_torch(mesh)
-    wanted = [Replicate()] * on.ndim if placements is None else placements
-    return make_layout(shape, on, wanted, dtype or torch.get_default_dtype()).reduced()
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if torch.compiler.is_compiling():
+        traced: DTensor = torch.ops.shardwise.new(shape, mesh.text, written(placements), dtype, want.value, want.draw)
+        return traced
+    return _made(shape, Mesh.from_torch(mesh), placements, dtype, want)
 
 
-def _filled(layout: Layout, value: Any, requires_grad: bool) -> DTensor:
-    world = door(layout.mesh)
-    local = world.each(_fill, layout.mesh, PerRank(layout.local_shape), value, layout.dtype, layout.device)
-    found: DTensor = wrap(DTensor, local, layout)
-    return found.requires_grad_(requires_grad)
+def _made(shape: Sequence[int], mesh: Mesh, placements: Any, dtype: torch.dtype, want: _Want) -> DTensor:
+    wanted = [Replicate()] * mesh.ndim if placements is None else placements
+    layout = make_layout(shape, mesh, wanted, dtype).reduced()
+    if want.draw:
+        drawn: DTensor = Tools(DTensor).distribute(sample(layout.shape, dtype, layout.device, Fill(want.draw)), layout)
+        return drawn
+    local = door(mesh).each(_fill, mesh, PerRank(layout.local_shape), want.value, dtype, layout.device)
+    made: DTensor = wrap(DTensor, local, layout)
+    return made
 
 
 def _fill(shape: tuple[int, ...], value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -46,7 +60,7 @@ def zeros(
     >>> zeros(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _filled(_layout(size, mesh, placements, dtype), 0, requires_grad)
+    return _new(size, mesh, placements, dtype, _Want(0)).requires_grad_(requires_grad)
 
 
 def ones(
@@ -58,7 +72,7 @@ def ones(
     >>> ones(6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(0)}).sum().item()
     6.0
     """
-    return _filled(_layout(size, mesh, placements, dtype), 1, requires_grad)
+    return _new(size, mesh, placements, dtype, _Want(1)).requires_grad_(requires_grad)
 
 
 def full(
@@ -70,7 +84,7 @@ def full(
     >>> full((2, 3), 7.0, mesh=sw.init_mesh(tp=2)).sum().item()
     42.0
     """
-    return _filled(_layout((size,), mesh, placements, dtype or torch.tensor(fill_value).dtype), fill_value, False)
+    return _new((size,), mesh, placements, dtype or torch.tensor(fill_value).dtype, _Want(fill_value))
 
 
 def empty(
@@ -82,13 +96,7 @@ def empty(
     >>> empty(4, mesh=sw.init_mesh(tp=2), dtype=torch.int64)
     DTensor(i64[4], mesh=(tp=2))
     """
-    return _filled(_layout(size, mesh, placements, dtype), None, requires_grad)
-
-
-def _random(layout: Layout, fill: Fill, requires_grad: bool) -> DTensor:
-    whole = sample(layout.shape, layout.dtype, layout.device, fill)
-    found: DTensor = Tools(DTensor).distribute(whole, layout)
-    return found.requires_grad_(requires_grad)
+    return _new(size, mesh, placements, dtype, _Want()).requires_grad_(requires_grad)
 
 
 def rand(
@@ -100,7 +108,7 @@ def rand(
     >>> rand(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _random(_layout(size, mesh, placements, dtype), uniform, requires_grad)
+    return _new(size, mesh, placements, dtype, _Want(draw=uniform.operator)).requires_grad_(requires_grad)
 
 
 def randn(
@@ -112,4 +120,16 @@ def randn(
     >>> randn(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _random(_layout(size, mesh, placements, dtype), normal, requires_grad)
+    return _new(size, mesh, placements, dtype, _Want(draw=normal.operator)).requires_grad_(requires_grad)
+
+
+torch.library.define(
+    "shardwise::new", "(SymInt[] shape, str mesh, str placements, ScalarType dtype, Scalar? value, str draw) -> Tensor"
+)
+
+
+def _new_traced(shape: Any, mesh: str, placements: str, dtype: torch.dtype, value: Any, draw: str) -> Tensor:
+    return _made(shape, Mesh.read(mesh), as_read(placements), dtype, _Want(value, draw))
+
+
+torch.library.impl("shardwise::new", "CompositeImplicitAutograd", _new_traced)

@@ -15,13 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 import torch
 
+from ._torch import OpaqueBaseMeta, constant_type
 from .errors import LayoutError, MeshError
-from .mesh import Mesh
-from .placement import Partial, Placement, Replicate, Shard
+from .mesh import Mesh, quote
+from .placement import Partial, Placement, Replicate, Shard, read_placement
 
 Run = tuple[int, int]
 Placements = Sequence[Placement] | Mapping[str, Placement]
@@ -74,6 +76,11 @@ class Factor(NamedTuple):
     size: int
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """Size, axes and sizes, as in `9@dp:2:3:4`."""
+        return f"{self.size}@{'+'.join(map(quote, self.axes))}:{':'.join(map(str, self.sizes))}"
 
     def describe(self, mesh: Mesh) -> str:
         """`8`, `8@dp`, `16@(tp,dp)`, `9@dp{2,3,4}`."""
@@ -154,7 +161,7 @@ def _mergeable(major: Factor, minor: Factor) -> bool:
     return not minor.axes or max(major.sizes) <= 1
 
 
-class Layout:
+class Layout(metaclass=OpaqueBaseMeta):
     """Mesh, shape, stride, dtype, and for each dim which axes cut it and how. Made by `make_layout` or `Layout.of`."""
 
     __slots__ = ("__weakref__", "device", "dims", "dtype", "even", "mesh", "nbytes", "partials", "shape", "states", "stride")
@@ -278,6 +285,33 @@ class Layout:
 
     __hash__ = object.__hash__
 
+    @property
+    def text(self) -> str:
+        """This layout as text that `Layout.read` reads in any process."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        dims = [
+            "*".join(f"{f.size}@{'+'.join(map(quote, f.axes))}:{':'.join(map(str, f.sizes))}" for f in d) for d in self.dims
+        ]
+        pending = [f"{kind}@{quote(axis)}" for axis, kind in self.partials]
+        return " ".join([self.mesh.text, f"[{','.join(dims)}]", ",".join(pending), dtype, ",".join(map(str, self.stride))])
+
+    @staticmethod
+    def read(text: str) -> Layout:
+        """The layout that a `text` tells.
+
+        >>> layout = make_layout((9, 4), Mesh(("tp",), (2,), range(2), "cpu", "simulated"), [Shard(0, (4, 5))])
+        >>> Layout.read(layout.text) is layout
+        True
+        """
+        mesh, dims, partials, dtype, stride = text.split(" ")
+        factors = [[_read_factor(word) for word in dim.split("*")] for dim in dims[1:-1].split(",") if dim]
+        pending = [(unquote(axis), kind) for kind, _, axis in (word.partition("@") for word in partials.split(",") if word)]
+        return Layout.of(Mesh.read(mesh), factors, pending, getattr(torch, dtype), [int(n) for n in stride.split(",") if n])
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """This layout as code of a traced program, and what its names mean."""
+        return f"Layout.read({self.text!r})", {"Layout": Layout}
+
     def __reduce__(self) -> tuple[Any, ...]:
         return restore_layout, (self.mesh, self.dims, self.partials, self.dtype, self.stride)
 
@@ -285,11 +319,18 @@ class Layout:
         return self
 
 
+def _read_factor(text: str) -> Factor:
+    size, _, cuts = text.partition("@")
+    axes, *sizes = cuts.split(":")
+    return Factor(int(size), tuple(map(unquote, axes.split("+"))) if axes else (), tuple(map(int, sizes)))
+
+
 def restore_layout(*parts: Any) -> Layout:
     """The layout of the parts that a pickle holds (a function of its own: a pickle names it without `getattr`)."""
     return Layout.of(*parts)
 
 
+constant_type(Layout)
 _layouts: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 
 
@@ -384,6 +425,33 @@ def make_layout(
             partials.append((axis, placement.kind))
     dims = [[_factor(n, shards, mesh)] for n, shards in zip(size, cuts, strict=True)]
     return Layout.of(mesh, dims, partials, dtype, stride)
+
+
+def written(placements: Placements | Layout | None) -> str:
+    """What a user wants as text, also while a function of the user's is traced: then a graph can hold it.
+
+    >>> written({"tp": Shard(0)}), written([Shard(0), Replicate()])
+    ('tp=S:0', 'S:0 R')
+    """
+    if placements is None or isinstance(placements, Layout):
+        return "" if placements is None else placements.text
+    if isinstance(placements, Mapping):
+        return " ".join([f"{axis}={placement.text}" for axis, placement in placements.items()]) or "="
+    return " ".join([placement.text for placement in placements])
+
+
+def as_read(text: str) -> Any:
+    """The placements, or the layout, that `written` wrote.
+
+    >>> as_read("tp=S:0"), as_read("S:0 R"), as_read("")
+    ({'tp': Shard(0)}, (Shard(0), Replicate()), None)
+    """
+    if not text or ";" in text:
+        return Layout.read(text) if text else None
+    words = text.split()
+    if "=" in text:
+        return {axis: read_placement(word) for axis, _, word in (word.rpartition("=") for word in words) if axis}
+    return tuple(read_placement(word) for word in words)
 
 
 def _by_axis(mesh: Mesh, placements: Placements) -> dict[str, Placement]:

@@ -15,7 +15,10 @@ from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
+from urllib.parse import quote as _quote
+from urllib.parse import unquote
 
+from ._torch import OpaqueBaseMeta, constant_type
 from .errors import MeshError
 from .memo import CHOICES, cache_clear
 
@@ -24,7 +27,12 @@ _meshes: dict[tuple[Any, ...], Mesh] = {}
 _GROUPS = ("auto", "explicit")
 
 
-class Mesh:
+def quote(name: str) -> str:
+    """A name with nothing in it that texts use as punctuation."""
+    return _quote(name, safe="")
+
+
+class Mesh(metaclass=OpaqueBaseMeta):
     """Named axes over ranks; a sub-mesh (`mesh["tp"]`) keeps its root and names some of its axes.
 
     slow      the axes whose links are slow, as between machines
@@ -82,6 +90,21 @@ class Mesh:
         names = names or tuple(f"dim{i}" for i in range(grid.ndim))
         return Mesh(names, grid.shape, grid.flatten().tolist(), device_mesh.device_type, "processes")
 
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def read(text: str) -> Mesh:
+        """The mesh that a `text` tells.
+
+        >>> mesh = Mesh(("dp", "tp"), (2, 2), (3, 2, 1, 0), "cpu", "simulated")["tp"]
+        >>> Mesh.read(mesh.text) is mesh
+        True
+        """
+        device, world, axes, ranks, slow, groups, kept = (part.split(",") if part else [] for part in text.split(";"))
+        sizes = {unquote(axis): int(size) for axis, _, size in (word.partition("=") for word in axes)}
+        order = map(int, ranks) if ranks else range(math.prod(sizes.values()))
+        root = Mesh(sizes, sizes.values(), order, device[0], world[0], None, map(unquote, slow), groups[0])
+        return root[tuple(map(unquote, kept))] if kept else root
+
     @cached_property
     def shape(self) -> dict[str, int]:
         """Size of each axis by name, in order."""
@@ -102,6 +125,19 @@ class Mesh:
         """A short hash of axes, sizes, ranks and device: the same in every process."""
         content = (self.root.axes, self.root.sizes, self.root.ranks, self.device, self.axes)
         return hashlib.blake2b(repr(content).encode(), digest_size=6).hexdigest()
+
+    @cached_property
+    def text(self) -> str:
+        """This mesh as text that `Mesh.read` reads in any process; ranks in order are left out.
+
+        >>> Mesh(("dp", "tp"), (2, 2), range(4), "cpu", "simulated", slow="dp")["tp"].text
+        'cpu;simulated;dp=2,tp=2;;dp;auto;tp'
+        """
+        root = self.root
+        axes = ",".join(f"{quote(axis)}={size}" for axis, size in root.shape.items())
+        ranks = "" if root.ranks == tuple(range(len(root.ranks))) else ",".join(map(str, root.ranks))
+        slow, kept = (",".join(map(quote, names)) for names in (root.slow, () if root is self else self.axes))
+        return ";".join([root.device, root.world, axes, ranks, slow, _GROUPS[root.explicit], kept])
 
     def alias(self, axes: tuple[str, ...]) -> str:
         """The name, equal on every rank, of the process group over `axes`."""
@@ -212,6 +248,15 @@ class Mesh:
     def __str__(self) -> str:
         return repr(self)[len("Mesh") :]
 
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """This mesh as code of a traced program, and what its names mean."""
+        return f"Mesh.read({self.text!r})", {"Mesh": Mesh}
+
     def __reduce__(self) -> tuple[Any, ...]:
         of = None if self.root is self else self.root
         facts = (self.axes, self.sizes, self.ranks, self.device, self.world, of, self.slow, _GROUPS[self.explicit])
@@ -219,6 +264,9 @@ class Mesh:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self
+
+
+constant_type(Mesh)
 
 
 @lru_cache(maxsize=16384)

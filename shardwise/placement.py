@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from ._torch import OpaqueBaseMeta, constant_type
 from .errors import LayoutError
 
 #: How pending values combine; "avg" is a sum scaled by the number of ranks.
@@ -15,7 +17,7 @@ KINDS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(metaclass=OpaqueBaseMeta):
     """What one mesh axis does to a tensor: one of `Shard`, `Replicate`, `Partial`."""
 
     def is_shard(self, dim: int | None = None) -> bool:
@@ -29,6 +31,17 @@ class Placement:
     def is_partial(self, kind: str | None = None) -> bool:
         """Whether a reduction over the axis is pending."""
         return isinstance(self, Partial) and kind in (None, self.kind)
+
+    @property
+    def text(self) -> str:
+        """This placement as text that `read_placement` reads."""
+        if isinstance(self, Shard):
+            return f"S:{self.dim}" if self.sizes is None else f"S:{self.dim}:{','.join(map(str, self.sizes))}"
+        return f"P:{self.kind}" if isinstance(self, Partial) else "R"
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """This as code of a traced program, and what its names mean."""
+        return repr(self), {type(self).__name__: type(self)}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -78,3 +91,19 @@ class Partial(Placement):
 
     def __repr__(self) -> str:
         return f"Partial({self.kind!r})"
+
+
+def read_placement(text: str) -> Placement:
+    """The placement that a text tells.
+
+    >>> [read_placement(p.text) for p in (Shard(0), Shard(1, (2, 3)), Replicate(), Partial("max"))]
+    [Shard(0), Shard(1, sizes=(2, 3)), Replicate(), Partial('max')]
+    """
+    kind, *facts = text.split(":")
+    if kind == "S":
+        return Shard(int(facts[0]), tuple(int(n) for n in facts[1].split(",")) if len(facts) > 1 else None)
+    return Partial(facts[0]) if kind == "P" else Replicate()
+
+
+for _kind in (Placement, Shard, Replicate, Partial):
+    constant_type(_kind)

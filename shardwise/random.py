@@ -18,15 +18,14 @@ True
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
+from ._torch import tracing_context
 from .errors import OperatorError
-
-Fill = Callable[[Tensor, Generator], Any]
 
 #: Where the state of a CPU generator holds a cached float, and whether it does; the last fields of 5,056 bytes.
 SIZE, VALUE, VALID = 5056, slice(5048, 5052), 5052
@@ -96,19 +95,56 @@ def next_seed(generator: Generator | None = None) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+class Fill(NamedTuple):
+    """How random numbers are drawn: an operator, and its numbers after the tensor."""
+
+    operator: str
+    numbers: tuple[float | int | bool, ...] = ()
+
+    def __call__(self, out: Tensor, generator: Generator) -> Tensor:
+        """Fill a tensor."""
+        name, overload = self.operator.split(".")
+        filled = getattr(getattr(torch.ops.aten, name), overload)(out, *self.numbers, generator=generator)
+        return out if filled is out else out.copy_(filled)
+
+
+#: Numbers from 0 to 1, and standard normal numbers.
+uniform, normal = Fill("uniform_.default"), Fill("normal_.default")
+
+
 def sample(shape: Sequence[int], dtype: torch.dtype, device: Any, fill: Fill, generator: Generator | None = None) -> Tensor:
-    """A plain tensor that is the same on every rank, filled by `fill(tensor, generator)`."""
+    """A plain tensor that is the same on every rank, filled by `fill`. A traced program draws anew whenever it runs."""
+    if tracing_context() is None:
+        return _sample(shape, dtype, device, fill, generator)
+    if generator is not None:
+        raise OperatorError(
+            f"{fill.operator} with a generator in a compiled function: its state would be part of the program; leave it out, "
+            "and seed with torch.manual_seed"
+        )
+    drawn: Tensor = torch.ops.shardwise.sample(shape, dtype, torch.device(torch.device(device).type), *fill)
+    return drawn
+
+
+def _sample(shape: Sequence[int], dtype: torch.dtype, device: Any, fill: Fill, generator: Generator | None = None) -> Tensor:
     own = Generator(device).manual_seed(next_seed(generator))
     out = torch.empty(tuple(shape), dtype=dtype, device=device)
-    fill(out, own)
-    return out
+    return fill(out, own)
 
 
-def uniform(out: Tensor, generator: Generator) -> Tensor:
-    """Fill with numbers from 0 to 1."""
-    return out.uniform_(generator=generator)
+torch.library.define(
+    "shardwise::sample",
+    "(SymInt[] shape, ScalarType dtype, Device device, str operator, Scalar[] numbers) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
 
 
-def normal(out: Tensor, generator: Generator) -> Tensor:
-    """Fill with standard normal numbers."""
-    return out.normal_(generator=generator)
+def _sample_now(shape: Sequence[int], dtype: torch.dtype, device: torch.device, operator: str, numbers: Any) -> Tensor:
+    return _sample(shape, dtype, device, Fill(operator, tuple(numbers)))
+
+
+def _sample_fake(shape: Sequence[int], dtype: torch.dtype, device: torch.device, operator: str, numbers: Any) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+torch.library.impl("shardwise::sample", "CompositeExplicitAutograd", _sample_now)
+torch.library.register_fake("shardwise::sample", _sample_fake)

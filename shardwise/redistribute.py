@@ -1,55 +1,42 @@
 """Runs plans: takes a local value and a Plan, gives the local value of the plan's target.
 
-One function for each kind of step, all through the door. What a step's kernels need to know is worked out once for each step.
+One function for each kind of step, all through the door. Where a program is traced that all ranks will run, the steps in which
+ranks differ become `shardwise::` operators: they hold layouts as text, and find out when they run which rank they are on.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any
+from typing import NamedTuple
+from urllib.parse import unquote
 
 import torch
 from torch import Tensor
 
 from .comm import Door, PerRank, door
+from .comm.context import Setting
 from .comm.policy import check
+from .form import Form, form_of
+from .kernels import (
+    Kernel,
+    divided,
+    embedding,
+    exchanging,
+    filled,
+    gathering,
+    ranks,
+    reduction,
+    scattering,
+    splitting,
+    swapping,
+    taking,
+)
 from .layout import Layout
 from .memo import memo
-from .pieces import (
-    Block,
-    Index,
-    Parcel,
-    Parts,
-    Turns,
-    blocks,
-    common,
-    copy,
-    cut_out,
-    in_a_row,
-    index_of,
-    join,
-    joins,
-    pack,
-    padded,
-    parcels_in,
-    parcels_out,
-    parts_of,
-    put_together,
-    shape_of,
-    split,
-    splits,
-    unpack,
-    unpadded,
-)
+from .mesh import quote
 from .plan import Plan, plan
-from .rules.reduce import highest, lowest
 from .step import Step
 from .transfer import transfer
-
-#: A function of one rank's tensor and the rest of its arguments; nothing where there is nothing to do.
-Kernel = tuple[Any, ...]
 
 
 def move(local: Tensor, have: Layout, want: Layout, operator: str = "", max_bytes: int | None = None) -> Tensor:
@@ -81,313 +68,196 @@ def check_moves(moves: Iterable[tuple[int, Layout, Layout]], inputs: Sequence[La
 def run(local: Tensor, steps: Plan, operator: str) -> Tensor:
     """Run a plan's steps through the door."""
     world = door(steps.have.mesh, operator)
+    by = Running(world, world.traced(local))
+    if by.traced and whole_moves.get():
+        have, want = form_of(steps.have).text, form_of(steps.want).text
+        return torch.ops.shardwise.move(local, steps.have.shape, have, want, operator)
     for step in steps.steps:
-        local = _RUN[step.kind](local, step, world)
+        local = _RUN[step.kind](local, step, by)
     return local
 
 
-def _each(kernel: Kernel, x: Tensor, step: Step, world: Door) -> Tensor:
+#: Whether a traced program says of a move only from where to where: graph passes then see what belongs together.
+whole_moves: Setting[bool] = Setting("whole moves", False)
+
+
+class Running(NamedTuple):
+    """Through which door steps run, and whether they are traced."""
+
+    door: Door
+    traced: bool
+
+
+def _part(part: str, x: Tensor, step: Step, by: Running) -> Tensor:
+    """Run what a step does with one rank's tensor before or after its communication."""
+    kernel = _kernels(step)[part]
     if not kernel:
         return x
-    found: Tensor = world.each(kernel[0], step.before.mesh, x, *kernel[1:])
+    if by.traced and _varies(step, part):
+        return torch.ops.shardwise.step(x, step.before.shape, write(step), part)
+    found: Tensor = by.door.each(kernel[0], step.before.mesh, x, *kernel[1:])
     return found
 
 
-# ── reductions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _kernels(step: Step) -> dict[str, Kernel]:
+    """What to do with one rank's tensor before and after the communication of a step."""
+    return _KERNELS[step.kind](step)
 
 
-def _all_reduce(x: Tensor, step: Step, world: Door) -> Tensor:
-    kind, scale = _reduction(step)
-    return _divided(world.all_reduce(x, kind, step.before.mesh, step.axes), scale)
+def _both(kernels: tuple[Kernel, Kernel]) -> dict[str, Kernel]:
+    return {"before": kernels[0], "after": kernels[1]}
 
 
-def _reduce_scatter(x: Tensor, step: Step, world: Door) -> Tensor:
-    kind, scale = _reduction(step)
-    lay_out, finish = _scattering(step)
-    part = world.reduce_scatter(_each(lay_out, x, step, world), kind, step.before.mesh, step.axes)
-    return _divided(_each(finish, part, step, world), scale)
+def _swapped(step: Step) -> dict[str, Kernel]:
+    swap = swapping(step)
+    return {} if swap is None else {"before": swap[0], "after": swap[2]}
 
 
-def _reduction(step: Step) -> tuple[str, int]:
-    """The kind to reduce by, and by what to divide afterwards: sums and averages together are a sum."""
-    kinds = {kind for axis, kind in step.before.partials if axis in step.axes}
-    return ("sum" if "avg" in kinds else kinds.pop()), _ranks("avg", step.before, step.axes)
+_KERNELS: dict[str, Callable[[Step], dict[str, Kernel]]] = {
+    "reduce_scatter": lambda step: _both(scattering(step)),
+    "all_gather": lambda step: _both(gathering(step)),
+    "all_to_all": _swapped,
+    "take": lambda step: {"alone": taking(step)},
+    "split": lambda step: {"alone": splitting(step)},
+    "embed": lambda step: {"alone": embedding(step)},
+}
 
 
-def _ranks(kind: str, layout: Layout, axes: Sequence[str]) -> int:
-    """The ranks along those of `axes` over which a reduction of this kind is pending."""
-    return math.prod([layout.mesh.shape[axis] for axis, pending in layout.partials if pending == kind and axis in axes])
+@memo("varies", limit=4096)
+def _varies(step: Step, part: str) -> bool:
+    """Whether ranks differ in what they do."""
+    values = [value for value in _kernels(step)[part] if isinstance(value, PerRank)]
+    return any(value.at(place) != value.at(0) for value in values for place in range(len(step.before.mesh.ranks)))
 
 
-def _divided(x: Tensor, count: int) -> Tensor:
-    if count == 1:
-        return x
-    return x / count if x.is_floating_point() or x.is_complex() else x // count
+# ── one function for each kind ────────────────────────────────────────────────────────────────────────────────────────
 
 
-@memo("scatters", limit=4096)
-def _scattering(step: Step) -> tuple[Kernel, Kernel]:
-    """How to lay out each peer's part along dim 0, and what to do with the part received."""
-    before, after, axes = step.before, step.after, step.axes
-    parts = _parts(before, after, step)
-    if parts is not None:
-        turns = splits(parts, axes, before, lambda place: _times(step.ranks, after.local_shape(place)))
-        return _unless_straight(split, turns), ()
-    width = after.nbytes // after.dtype.itemsize
-
-    def laid_out(place: int) -> list[Parcel]:
-        wanted = [index_of(after, peer) for peer in before.mesh.peers(place, axes)]
-        return parcels_out(index_of(before, place), [(i * width, index) for i, index in enumerate(wanted)])
-
-    return (pack, step.ranks * width, PerRank(laid_out)), (unpadded, PerRank(after.local_shape))
+def _all_reduce(x: Tensor, step: Step, by: Running) -> Tensor:
+    kind, scale = reduction(step)
+    return divided(by.door.all_reduce(x, kind, step.before.mesh, step.axes), scale)
 
 
-def _times(n: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (n * shape[0], *shape[1:])
+def _reduce_scatter(x: Tensor, step: Step, by: Running) -> Tensor:
+    kind, scale = reduction(step)
+    part = by.door.reduce_scatter(_part("before", x, step, by), kind, step.before.mesh, step.axes)
+    return divided(_part("after", part, step, by), scale)
 
 
-def _unless_straight(function: Callable[..., Tensor], turns: Turns) -> Kernel:
-    return () if turns.straight else (function, turns.turn)
+def _all_gather(x: Tensor, step: Step, by: Running) -> Tensor:
+    whole = by.door.all_gather(_part("before", x, step, by), step.before.mesh, step.axes)
+    return _part("after", whole, step, by)
 
 
-# ── gathers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _all_to_all(x: Tensor, step: Step, by: Running) -> Tensor:
+    swap = swapping(step)
+    if swap is None or (by.traced and not step.before.even):
+        return _exchange(x, step, by)
+    received = by.door.all_to_all(_part("before", x, step, by), swap[1], swap[1], step.before.mesh, step.axes)
+    return _part("after", received, step, by)
 
 
-def _all_gather(x: Tensor, step: Step, world: Door) -> Tensor:
-    lay_out, finish = _gathering(step)
-    return _each(finish, world.all_gather(_each(lay_out, x, step, world), step.before.mesh, step.axes), step, world)
-
-
-@memo("gathers", limit=4096)
-def _gathering(step: Step) -> tuple[Kernel, Kernel]:
-    """What to do with a piece before it is gathered, and with all of them afterwards."""
-    before, after, axes = step.before, step.after, step.axes
-    parts = _parts(after, before, step)
-    if parts is not None:
-        return (), _unless_straight(join, joins(parts, axes, before, after.local_shape))
-    width, along = before.nbytes // before.dtype.itemsize, _only_dim(step)
-
-    def gathered(place: int) -> list[Parcel]:
-        pieces = [(i * width, index_of(before, peer)) for i, peer in enumerate(before.mesh.peers(place, axes))]
-        if along is not None:
-            pieces.sort(key=lambda piece: piece[1][along])
-        return parcels_in(index_of(after, place), pieces)
-
-    return (padded, width), (put_together, PerRank(after.local_shape), PerRank(gathered), along)
-
-
-def _only_dim(step: Step) -> int | None:
-    """The dim that a step changes if it changes one only, and the pieces along that are intervals."""
-    changed = [dim for dim, (one, other) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if one != other]
-    return changed[0] if len(changed) == 1 and len(step.before.dims[changed[0]]) == 1 else None
-
-
-def _parts(coarse: Layout, fine: Layout, step: Step) -> Parts | None:
-    """What a local tensor of `coarse` is made of if the pieces of `fine` in a group are equal."""
-    every = [parts_of(one, other, step.axes, coarse.mesh) for one, other in zip(coarse.dims, fine.dims, strict=True)]
-    return _together([parts or [] for parts in every], step) if None not in every else None
-
-
-def _together(every: Iterable[Parts], step: Step) -> Parts | None:
-    found = [part for parts in every for part in parts]
-    return found if sorted(part for part in found if isinstance(part, str)) == sorted(step.axes) else None
-
-
-# ── exchanges ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _all_to_all(x: Tensor, step: Step, world: Door) -> Tensor:
-    swap = _swapping(step)
-    if swap is None:
-        return _exchange(x, step, world)
-    lay_out, counts, finish = swap
-    received = world.all_to_all(_each(lay_out, x, step, world), counts, counts, step.before.mesh, step.axes)
-    return _each(finish, received, step, world)
-
-
-@memo("swaps", limit=4096)
-def _swapping(step: Step) -> tuple[Kernel, PerRank, Kernel] | None:
-    """How to lay out equal parts for all peers, how large they are, and how to put together those received."""
-    before, after, mesh = step.before, step.after, step.before.mesh
-    given: list[Parts] = []
-    taken: list[Parts] = []
-    for one, other in zip(before.dims, after.dims, strict=True):
-        gains, loses = parts_of(one, other, step.axes, mesh), parts_of(other, one, step.axes, mesh)
-        if gains is None and loses is None:
-            return None
-        given.append(list(one) if gains is None else gains)
-        taken.append(list(other) if loses is None else loses)
-    out, back = _together(given, step), _together(taken, step)
-    if out is None or back is None:
-        return None
-    size = PerRank(lambda place: math.prod(before.local_shape(place)))
-    counts = PerRank(lambda place: (size.at(place) // step.ranks,) * step.ranks)
-    lay_out = (split, splits(out, step.axes, before, lambda place: (size.at(place),)).turn)
-    return lay_out, counts, (join, joins(back, step.axes, before, after.local_shape).turn)
-
-
-def _exchange(x: Tensor, step: Step, world: Door) -> Tensor:
+def _exchange(x: Tensor, step: Step, by: Running) -> Tensor:
     """Every rank sends to every other what that one gets from it; what it has itself does not travel."""
+    if by.traced:
+        return torch.ops.shardwise.exchange(x, step.before.shape, write(step))
     mesh = step.before.mesh
-    lay_out, send, receive, shape, parcels, own = _exchanging(step)
-    received = world.all_to_all(_each(lay_out, x, step, world), send, receive, mesh, step.axes)
-    found: Tensor = world.each(_filled, mesh, x, received, shape, parcels, own)
+    lay_out, send, receive, shape, parcels, own = exchanging(step)
+    packed = by.door.each(lay_out[0], mesh, x, *lay_out[1:])
+    received = by.door.all_to_all(packed, send, receive, mesh, step.axes)
+    found: Tensor = by.door.each(filled, mesh, x, received, shape, parcels, own)
     return found
 
 
-@memo("exchanges", limit=1024)
-def _exchanging(step: Step) -> tuple[Kernel, PerRank, PerRank, PerRank, PerRank, PerRank]:
-    """How to lay out what goes, the elements that go and come, and how to put together what came and what was there."""
-    held, wanted = PerRank(partial(index_of, step.before)), PerRank(partial(index_of, step.after))
-    brings = _pairing(step, held, wanted) if step.kind == "permute" else _anyone
-    nothing: Index = ((),) * step.before.ndim
-
-    def boxes(place: int, going: bool) -> list[Index]:
-        pairs = [(place, peer) if going else (peer, place) for peer in step.before.mesh.peers(place, step.axes)]
-        return [common(held.at(a), wanted.at(b)) if a != b and brings(a, b) else nothing for a, b in pairs]
-
-    going = PerRank(lambda place: in_a_row(boxes(place, going=True)))
-    coming = PerRank(lambda place: in_a_row(boxes(place, going=False)))
-    send, receive = PerRank(lambda place: going.at(place)[0]), PerRank(lambda place: coming.at(place)[0])
-    size = PerRank(lambda place: sum(send.at(place)))
-    out = PerRank(lambda place: parcels_out(held.at(place), going.at(place)[1]))
-    back = PerRank(lambda place: parcels_in(wanted.at(place), coming.at(place)[1]))
-    own = PerRank(lambda place: blocks(held.at(place), wanted.at(place)) if brings(place, place) else ())
-    return (pack, size, out), send, receive, PerRank(step.after.local_shape), back, own
+def _transfer(x: Tensor, step: Step, by: Running) -> Tensor:
+    return torch.ops.shardwise.exchange(x, step.before.shape, write(step)) if by.traced else transfer(x, step, by.door)
 
 
-def _anyone(giver: int, taker: int) -> bool:
-    return True
+def _alone(x: Tensor, step: Step, by: Running) -> Tensor:
+    return _part("alone", x, step, by)
 
 
-def _count(index: Index) -> int:
-    return math.prod(shape_of(index))
-
-
-def _filled(x: Tensor, received: Tensor, shape: tuple[int, ...], parcels: Sequence[Parcel], own: tuple[Block, ...]) -> Tensor:
-    if own and not parcels:
-        return cut_out(x, shape, own)
-    if len(parcels) == 1 and parcels[0].shape == shape:
-        return received.view(shape)
-    return unpack(received, copy(x, x.new_empty(shape), own), parcels)
-
-
-def _pairing(step: Step, held: PerRank, wanted: PerRank) -> Callable[[int, int], bool]:
-    """Whether a rank gives its piece to another, in groups where each wants the whole piece of some rank.
-
-    Who has the piece already keeps it; those who want it get it from those who do not, each from another as far as they go.
-    """
-    known: dict[tuple[int, ...], dict[int, int]] = {}
-
-    def brings(giver: int, taker: int) -> bool:
-        group = step.before.mesh.peers(taker, step.axes)
-        if group not in known:
-            known[group] = _pairs(group, held, wanted)
-        return known[group].get(taker) == giver
-
-    return brings
-
-
-def _pairs(group: tuple[int, ...], held: PerRank, wanted: PerRank) -> dict[int, int]:
-    """For each taker of a group its giver; none for those who want nothing."""
-    pairs = {place: place for place in group if held.at(place) == wanted.at(place)}
-    givers: dict[Index, list[int]] = {}
-    for place in sorted(group, key=pairs.__contains__):
-        givers.setdefault(held.at(place), []).append(place)
-    for place in group:
-        if place not in pairs and _count(wanted.at(place)):
-            turn = givers[wanted.at(place)]
-            pairs[place] = turn[0]
-            turn.append(turn.pop(0))
-    return pairs
-
-
-# ── local steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _take(x: Tensor, step: Step, world: Door) -> Tensor:
-    return _each(_taking(step), x, step, world)
-
-
-@memo("takes", limit=4096)
-def _taking(step: Step) -> Kernel:
-    return cut_out, PerRank(step.after.local_shape), _own(step)
-
-
-def _own(step: Step) -> PerRank:
-    """What a rank holds both before and after a step."""
-    return PerRank(lambda place: blocks(index_of(step.before, place), index_of(step.after, place)))
-
-
-#: What leaves a value as it is, by kind of reduction. A value reduced with itself is itself by the other kinds.
-NEUTRAL = {"sum": 0, "product": 1, "bxor": 0}
-
-
-def _split(x: Tensor, step: Step, world: Door) -> Tensor:
-    return _each(_splitting(step), x, step, world)
-
-
-@memo("splits", limit=4096)
-def _splitting(step: Step) -> Kernel:
-    mesh, pending = step.before.mesh, dict(step.after.partials)
-    axes = [mesh.axes.index(axis) for axis in step.axes if pending[axis] in NEUTRAL]
-    if not axes:
-        return ()
-    first = PerRank(lambda place: not any(mesh.coordinates[place][i] for i in axes))
-    return _keep, first, NEUTRAL[pending[mesh.axes[axes[0]]]]
-
-
-def _keep(x: Tensor, mine: bool, fill: int) -> Tensor:
-    return x.clone() if mine else torch.full_like(x, fill)
-
-
-def _embed(x: Tensor, step: Step, world: Door) -> Tensor:
-    return _each(_embedding(step), x, step, world)
-
-
-@memo("embeddings", limit=4096)
-def _embedding(step: Step) -> Kernel:
-    kind = dict(step.after.partials)[step.axes[0]]
-    fill, scale = identity(kind, step.after.dtype), _ranks("avg", step.after, step.axes)
-    return _among, PerRank(step.after.local_shape), _own(step), fill, scale
-
-
-def _among(x: Tensor, shape: tuple[int, ...], own: tuple[Block, ...], fill: Any, scale: int) -> Tensor:
-    return copy(x if scale == 1 else x * scale, x.new_full(shape, fill), own)
-
-
-def identity(kind: str, dtype: torch.dtype) -> Any:
-    """What changes no value of a dtype that it is reduced with.
-
-    >>> identity("max", torch.float32), identity("min", torch.int8), identity("band", torch.uint8), identity("sum", torch.bool)
-    (-inf, 127, 255, 0)
-    """
-    match kind:
-        case "max":
-            return lowest(dtype)
-        case "min":
-            return highest(dtype)
-        case "band":
-            return -1 if dtype.is_signed else highest(dtype)
-    return NEUTRAL.get(kind, 0)
-
-
-def _scale(x: Tensor, step: Step, world: Door) -> Tensor:
+def _scale(x: Tensor, step: Step, by: Running) -> Tensor:
     """A pending average is over as many times the value as it has ranks."""
-    up, down = _ranks("avg", step.after, step.axes), _ranks("avg", step.before, step.axes)
-    return _divided(x if up == 1 else x * up, down)
+    up, down = ranks("avg", step.after, step.axes), ranks("avg", step.before, step.axes)
+    return divided(x if up == 1 else x * up, down)
 
 
-_RUN: dict[str, Callable[[Tensor, Step, Door], Tensor]] = {
+_RUN: dict[str, Callable[[Tensor, Step, Running], Tensor]] = {
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
     "permute": _exchange,
     "exchange": _exchange,
-    "transfer": transfer,
-    "take": _take,
-    "split": _split,
-    "embed": _embed,
+    "transfer": _transfer,
+    "take": _alone,
+    "split": _alone,
+    "embed": _alone,
     "scale": _scale,
 }
+
+
+# ── steps as operators ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def write(step: Step) -> str:
+    """A step as text without sizes; `read` reads it in any process."""
+    return " | ".join([step.kind, ",".join(map(quote, step.axes)), form_of(step.before).text, form_of(step.after).text])
+
+
+@memo("steps read", limit=4096)
+def read(text: str, shape: tuple[int, ...], dtype: torch.dtype) -> Step:
+    """The step that a text tells, of a tensor of a shape."""
+    kind, axes, *forms = text.split(" | ")
+    names = tuple(map(unquote, axes.split(","))) if axes else ()
+    return Step(kind, names, *(Form.read(form).layout(shape, dtype) for form in forms))
+
+
+torch.library.define("shardwise::move", "(Tensor x, SymInt[] shape, str have, str want, str operator) -> Tensor")
+torch.library.define("shardwise::step", "(Tensor x, SymInt[] shape, str step, str part) -> Tensor")
+torch.library.define("shardwise::exchange", "(Tensor x, SymInt[] shape, str step) -> Tensor")
+
+
+def _fresh(out: Tensor, x: Tensor) -> Tensor:
+    """What an operator may give back: no view of what it took."""
+    out = out.contiguous()
+    return out.clone() if out is x or out._is_view() else out
+
+
+def _move(x: Tensor, shape: Sequence[int], have: str, want: str, operator: str) -> Tensor:
+    before, after = (Form.read(form).layout(shape, x.dtype) for form in (have, want))
+    with whole_moves.set(False):
+        return _fresh(run(x, plan(before, after), operator), x)
+
+
+def _move_fake(x: Tensor, shape: Sequence[int], have: str, want: str, operator: str) -> Tensor:
+    return _new_local(x, Form.read(want).layout(shape, x.dtype))
+
+
+def _new_local(x: Tensor, layout: Layout) -> Tensor:
+    made: Tensor = door(layout.mesh).each(x.new_empty, layout.mesh, PerRank(layout.local_shape))
+    return made
+
+
+def _step(x: Tensor, shape: Sequence[int], text: str, part: str) -> Tensor:
+    step = read(text, tuple(shape), x.dtype)
+    kernel = _kernels(step)[part]
+    return _fresh(door(step.before.mesh).each(kernel[0], step.before.mesh, x, *kernel[1:]), x)
+
+
+def _exchange_now(x: Tensor, shape: Sequence[int], text: str) -> Tensor:
+    step = read(text, tuple(shape), x.dtype)
+    return _fresh(_RUN[step.kind](x, step, Running(door(step.before.mesh), traced=False)), x)
+
+
+def _exchange_fake(x: Tensor, shape: Sequence[int], text: str) -> Tensor:
+    return _new_local(x, read(text, tuple(shape), x.dtype).after)
+
+
+torch.library.impl("shardwise::move", "CompositeExplicitAutograd", _move)
+torch.library.register_fake("shardwise::move", _move_fake)
+torch.library.impl("shardwise::step", "CompositeExplicitAutograd", _step)
+torch.library.register_fake("shardwise::step", _step)
+torch.library.impl("shardwise::exchange", "CompositeExplicitAutograd", _exchange_now)
+torch.library.register_fake("shardwise::exchange", _exchange_fake)

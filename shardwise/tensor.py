@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -11,9 +12,12 @@ from torch import Tensor
 
 from ._torch import no_torch_function
 from .comm import door
+from .comm.trace import current
 from .dispatch import dispatch
 from .errors import LayoutError, OperatorError
-from .layout import Factor, Layout, PerRank, Placements, make_layout, restore_layout
+from .form import Form, form_of
+from .identity import library_key
+from .layout import Factor, Layout, PerRank, Placements, as_read, make_layout, restore_layout, written
 from .memo import memo
 from .mesh import Mesh
 from .placement import Placement, Replicate, Shard
@@ -66,6 +70,9 @@ class DTensor(torch.Tensor):
         >>> DTensor.from_local(sw.Bundle([torch.ones(2, 3), torch.ones(2, 4)]), mesh, [Shard(1)])
         DTensor(f32[2, 7@tp{3,4}], mesh=(tp=2))
         """
+        if torch.compiler.is_compiling():
+            traced: DTensor = torch.ops.shardwise.from_local(local, mesh.text, written(placements), shape, stride, run_check)
+            return traced
         if isinstance(placements, Sequence):
             placements = tuple(placements)
         if run_check or isinstance(placements, dict):
@@ -74,10 +81,7 @@ class DTensor(torch.Tensor):
             size = None if shape is None else tuple(shape)
             steps = None if stride is None else tuple(stride)
             layout = _assumed_layout(local.shape, local.dtype, mesh, placements, size, steps)
-        if local.requires_grad and torch.is_grad_enabled():
-            found: DTensor = _FromLocal.apply(local, layout)
-            return found
-        return wrap(DTensor, _owned(_settled(local), layout), layout)
+        return _of_pieces(local, layout)
 
     def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
         """What this rank holds (in a simulated world: the bundle of what each rank holds; on a rank that is not in the mesh: a
@@ -237,12 +241,44 @@ class DTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _rebuild, (self._local.detach(), self._layout, self.requires_grad, getattr(self, "_is_param", False))
 
-    def __tensor_flatten__(self) -> tuple[list[str], Layout]:
-        return ["_local"], self._layout
+    # ── compiling ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def __tensor_flatten__(self) -> tuple[list[str], Form]:
+        return ["_local"], form_of(self._layout)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, size: Any, stride: Any) -> DTensor:
-        return wrap(DTensor, inner["_local"], layout)
+    def __tensor_unflatten__(inner: dict[str, Tensor], form: Form, size: Any, stride: Any) -> DTensor:
+        local = inner["_local"]
+        return wrap(DTensor, local, form.layout(size, local.dtype, stride))
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """In what layout the gradient of this output of a compiled function is expected: reduced."""
+        return self.redistribute(placements=self._layout.reduced())
+
+    def __coerce_same_metadata_as_tangent__(self, form: Any, expected_type: Any = None) -> DTensor | None:
+        """This gradient in the layout that a compiled backward was made for."""
+        if expected_type is not None and not issubclass(expected_type, DTensor):
+            return None
+        return self.redistribute(placements=form.layout(self.shape, self.dtype, self._layout.stride))
+
+    def _stable_hash_for_caching(self) -> str:
+        """What torch's cache of compiled programs knows of this tensor: the same in every process, and on every rank unless
+        the program is of one rank only."""
+        local, layout, trace = self._local, self._layout, current()
+        facts = [
+            form_of(layout).text,
+            layout.shape,
+            layout.stride,
+            local.dtype,
+            local.shape,
+            local.stride(),
+            self.requires_grad,
+        ]
+        if not layout.even or (trace is not None and trace.specific):
+            facts.append(door(layout.mesh).place(layout.mesh))
+            if trace is not None:
+                trace.keyed = True
+        return hashlib.blake2b(repr((library_key(), facts)).encode(), digest_size=20).hexdigest()
 
 
 class Severed(DTensor):
@@ -358,7 +394,7 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         mesh = ctx.layout.mesh
         grad = door(mesh).each(_fitting, mesh, grad, PerRank(ctx.layout.local_shape))
-        return DTensor.from_local(grad, mesh, ctx.layout, run_check=False), None
+        return _of_pieces(grad, ctx.layout), None
 
 
 def _fitting(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -379,7 +415,7 @@ class _ToPlain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         local = door(ctx.layout.mesh).replicate(grad, ctx.layout.mesh)
-        return DTensor.from_local(local, ctx.layout.mesh, ctx.layout, run_check=False), None
+        return _of_pieces(local, ctx.layout), None
 
 
 # ── layouts for the ways in ───────────────────────────────────────────────────────────────────────────────────────────
@@ -452,6 +488,13 @@ def _told_layout(dtype: torch.dtype, mesh: Mesh, placements: Any, shape: Any, st
     return None if shape is None else make_layout(tuple(shape), mesh, placements, dtype, stride)
 
 
+def _of_pieces(local: Tensor, layout: Layout) -> DTensor:
+    if local.requires_grad and torch.is_grad_enabled():
+        found: DTensor = _FromLocal.apply(local, layout)
+        return found
+    return wrap(DTensor, _owned(_settled(local), layout), layout)
+
+
 def _owned(local: Tensor, layout: Layout) -> Tensor:
     """What each rank gives, as a local value."""
     return door(layout.mesh).own(local, layout.mesh, PerRank(layout.local_shape))
@@ -482,6 +525,13 @@ def distribute_tensor(
     on = Mesh.from_torch(mesh)
     if isinstance(tensor, DTensor):
         return tensor.redistribute(on, placements)
+    if torch.compiler.is_compiling():
+        traced: DTensor = torch.ops.shardwise.distribute(tensor, on.text, written(placements), src_data_rank)
+        return traced
+    return _distribute(tensor, on, placements, src_data_rank)
+
+
+def _distribute(tensor: Tensor, on: Mesh, placements: Any, src_data_rank: int | None) -> DTensor:
     wanted = [Replicate()] * on.ndim if placements is None else placements
     layout = make_layout(tensor.shape, on, wanted, tensor.dtype)
     world = door(on, "distribute_tensor")
@@ -500,3 +550,34 @@ def _settled(x: Tensor) -> Tensor:
 def _own(x: Tensor) -> Tensor:
     x = _settled(x)
     return x.clone(memory_format=torch.contiguous_format)
+
+
+# ── the ways in as operators of a traced program ──────────────────────────────────────────────────────────────────────
+
+torch.library.define(
+    "shardwise::from_local", "(Tensor x, str mesh, str placements, SymInt[]? shape, SymInt[]? stride, bool check) -> Tensor"
+)
+torch.library.define("shardwise::distribute", "(Tensor x, str mesh, str placements, int? source) -> Tensor")
+
+
+def _from_local(x: Tensor, mesh: str, placements: str, shape: Any, stride: Any, check: bool) -> Tensor:
+    """`DTensor.from_local` where no rank can be asked for its shape: it is only known when the program runs."""
+    wanted = as_read(placements)
+    if isinstance(wanted, dict):
+        given = wanted
+        wanted = tuple(given.get(axis, Replicate()) for axis in Mesh.read(mesh).axes)
+    if check and shape is None and any(isinstance(placement, Shard) for placement in wanted):
+        raise LayoutError(
+            f"from_local of {list(x.shape)} in a compiled function: the ranks cannot compare the shapes of their pieces there; "
+            "give shape=, or promise with run_check=False that all pieces are equal"
+        )
+    size, steps = None if shape is None else tuple(shape), None if stride is None else tuple(stride)
+    return _of_pieces(x, _assumed_layout(x.shape, x.dtype, Mesh.read(mesh), wanted, size, steps))
+
+
+def _distributed(x: Tensor, mesh: str, placements: str, source: int | None) -> Tensor:
+    return _distribute(x, Mesh.read(mesh), as_read(placements), source)
+
+
+torch.library.impl("shardwise::from_local", "CompositeImplicitAutograd", _from_local)
+torch.library.impl("shardwise::distribute", "CompositeImplicitAutograd", _distributed)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ._torch import make_wrapper
 from .comm import door
+from .comm.trace import mark_specific
 from .errors import OperatorError
 from .layout import Layout, PerRank, make_layout
 from .mesh import Mesh
@@ -25,6 +26,8 @@ def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:
     """A DTensor around a local value."""
     self = make_wrapper(cls, layout.shape, layout.stride, None, None, layout.dtype, torch.strided, layout.device)
     self._local, self._layout = local, layout
+    if not layout.even and layout.mesh.world != "simulated":
+        mark_specific()
     return self
 
 

@@ -19,11 +19,12 @@ from .wire import combine, combine_into
 TAG = 0x5357
 #: Up to so many bytes of all ranks together are gathered and reduced by each: one round instead of two.
 FEW = 1 << 20
+_ORDINARY = (Tensor, torch.nn.Parameter)
 
 
 def is_eager(x: Tensor) -> bool:
     """Whether a tensor is an ordinary one and nothing records what is done to it."""
-    return not torch.compiler.is_compiling() and type(x) is Tensor and not dispatch_modes()
+    return not torch.compiler.is_compiling() and type(x) in _ORDINARY and not dispatch_modes()
 
 
 def all_gather(x: Tensor, group: Any) -> Tensor:

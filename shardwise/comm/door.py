@@ -27,6 +27,12 @@ class Door(Protocol):
     def ready(self, mesh: Mesh) -> None:
         """Make whatever communication on the mesh needs, since a graph from a compile cache runs where nothing was traced."""
 
+    def traced(self, x: Tensor) -> bool:
+        """Whether a local value only stands for what a program will compute that is traced here and runs on every rank."""
+
+    def place(self, mesh: Mesh) -> int:
+        """Where this rank stands in the mesh, -1 if it is not in it; 0 where all ranks are in this process."""
+
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce over the group by kind (sum, max, min, product, band, bor, bxor); a new tensor."""
 

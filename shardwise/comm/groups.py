@@ -27,6 +27,7 @@ from .direct import all_reduce as direct_all_reduce
 from .direct import is_eager
 from .direct import reduce_scatter as direct_reduce_scatter
 from .door import Counts, check_chunks, same_ndim
+from .trace import current, mark_specific
 from .wire import combine, packed, unpacked, wire
 
 _all_reduce = collectives.all_reduce.default
@@ -95,6 +96,10 @@ class Processes:
                 if mesh.usable(chosen):
                     self.prepare(mesh, chosen)
 
+    def traced(self, x: Tensor) -> bool:
+        """Whether the tensor is not an ordinary one, or something records what is done to it."""
+        return not is_eager(x) and not isinstance(x, Absent)
+
     def _join(self, job: Any, mesh: Mesh) -> None:
         """Forget the groups of a job that was left, so that they are made anew for this one."""
         if job is None:
@@ -109,7 +114,7 @@ class Processes:
         self._job = weakref.ref(job)
 
     def _make(self, root: Mesh, axes: tuple[str, ...]) -> Group:
-        place = self._place(root)
+        place = self.place(root)
         places = root.peers(place, axes) if place >= 0 else ()
         group = Group(root.alias(axes), len(places))
         if group.size > 1:
@@ -120,7 +125,7 @@ class Processes:
         self._groups[root, axes] = group
         return group
 
-    def _place(self, mesh: Mesh) -> int:
+    def place(self, mesh: Mesh) -> int:
         """Where this rank stands in the mesh."""
         job = dist.group.WORLD
         if job is None or self._job() is not job:
@@ -185,7 +190,9 @@ class Processes:
             return Absent((sum(_here(receive, 0)),), x.dtype, mesh)
         if size == 1:
             return x.clone(memory_format=torch.contiguous_format)
-        place = self._place(mesh)
+        place = self.place(mesh)
+        if current() is not None and _varies((receive, send), len(mesh.ranks)):
+            mark_specific()
         coming, going = list(_here(receive, place)), list(_here(send, place))
         return unpacked(_wait(_all_to_all(packed(x), coming, going, alias)), x.dtype)
 
@@ -212,9 +219,11 @@ class Processes:
 
     def each(self, function: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
         """Call the function with this rank's arguments."""
-        place = self._place(mesh)
+        place = self.place(mesh)
         if place < 0:
             return self._on_shapes(function, mesh, args)
+        if current() is not None and _varies(args, len(mesh.ranks)):
+            mark_specific()
         return function(*_here(args, place))
 
     def _on_shapes(self, function: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...]) -> Any:
@@ -224,7 +233,7 @@ class Processes:
 
     def number(self, value: PerRank, mesh: Mesh) -> Tensor:
         """This rank's number, looked up by rank when the operator runs."""
-        if self._place(mesh) < 0:
+        if self.place(mesh) < 0:
             return Absent((), torch.int64, mesh)
         return torch.ops.shardwise.rank_number(_table(value, mesh.root), torch.device(mesh.device))
 
@@ -240,16 +249,16 @@ class Processes:
 
     def own(self, x: Tensor, mesh: Mesh, shape: PerRank) -> Tensor:
         """The tensor itself."""
-        if self._place(mesh) < 0:
+        if self.place(mesh) < 0:
             return Absent(shape.at(0), x.dtype, mesh)
         return self.plain(x)
 
     def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
         """The tensor itself where this rank is in both meshes."""
-        place = self._place(want)
+        place = self.place(want)
         if place < 0:
             return Absent(shape.at(0), x.dtype, want)
-        if self._place(have) < 0:
+        if self.place(have) < 0:
             return torch.empty(shape.at(place), dtype=x.dtype, device=x.device)
         return x
 
@@ -259,7 +268,7 @@ class Processes:
             raise OperatorError(f"a local tensor has at most {_MOST_DIMS} dims, got {x.ndim}")
         mine = torch.zeros((1, 1 + _MOST_DIMS), dtype=torch.int64)
         mine[0, : x.ndim + 1] = torch.tensor([x.ndim, *x.shape])
-        if self._place(mesh) < 0:
+        if self.place(mesh) < 0:
             return ()
         rows = self.all_gather(mine.to(mesh.device), mesh, mesh.root.axes).tolist()
         return same_ndim(tuple(tuple(row[1 : 1 + row[0]]) for row in rows))
@@ -278,6 +287,13 @@ def _here(value: Any, place: int) -> Any:
         return value.at(place)
     kind = type(value)
     return kind([_here(item, place) for item in value]) if kind is tuple or kind is list else value
+
+
+def _varies(value: Any, places: int) -> bool:
+    """Whether a PerRank in `value` (through lists and tuples) is not the same at every place."""
+    if isinstance(value, PerRank):
+        return any(value.at(place) != value.at(0) for place in range(places))
+    return isinstance(value, list | tuple) and any(_varies(item, places) for item in value)
 
 
 def _table(value: PerRank, root: Mesh) -> list[int]:

@@ -128,6 +128,14 @@ class Recorder:
         """Pass on; nothing is communicated."""
         self._door.ready(mesh)
 
+    def traced(self, x: Tensor) -> bool:
+        """Pass on; nothing is communicated."""
+        return self._door.traced(x)
+
+    def place(self, mesh: Mesh) -> int:
+        """Pass on; nothing is communicated."""
+        return self._door.place(mesh)
+
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Record an all_reduce."""
         self._count("all_reduce", _size(x), mesh, axes)

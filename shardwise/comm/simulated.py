@@ -226,6 +226,14 @@ class Simulated:
     def ready(self, mesh: Mesh) -> None:
         """There is nothing to make."""
 
+    def traced(self, x: Tensor) -> bool:
+        """Never: all ranks are in this process, and what one of them knows is no secret of another."""
+        return False
+
+    def place(self, mesh: Mesh) -> int:
+        """The first place: one process is all of them."""
+        return 0
+
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce each group in its order; every place gets its own copy of one and the same result."""
         return _by_group(x, mesh, axes, lambda pieces: [combine(pieces, kind)] * len(pieces))

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from .._torch import tracing_context
+from ..errors import OperatorError
 from ..layout import Layout, whole
 from ..random import Fill, next_seed, normal, sample, uniform
 from .table import rule
@@ -27,17 +29,19 @@ def _draw(tools: Any, layout: Layout, fill: Fill, generator: Generator | None = 
 
 
 def _fill_in_place(tools: Any, op: Any, x: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
-    def fill(out: Tensor, own: Generator) -> Tensor:
-        return op(out, *args, generator=own, **kwargs)
-
-    return x.copy_(_draw(tools, tools.layout(x), fill, generator))
+    return x.copy_(_draw(tools, tools.layout(x), _by(op, args, kwargs), generator))
 
 
 def _fill_new(tools: Any, op: Any, x: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
-    def fill(out: Tensor, own: Generator) -> Tensor:
-        return out.copy_(op(out, *args, generator=own, **kwargs))
+    return _draw(tools, tools.layout(x), _by(op, args, kwargs), generator)
 
-    return _draw(tools, tools.layout(x), fill, generator)
+
+def _by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fill:
+    """The operator with its numbers, in the order of its schema."""
+    names = [argument.name for argument in op._schema.arguments[1 + len(args) :]]
+    defaults = {argument.name: argument.default_value for argument in op._schema.arguments if argument.has_default_value()}
+    rest: list[Any] = [kwargs.get(name, defaults.get(name)) for name in names if name != "generator"]
+    return Fill(f"{op._schema.name.partition('::')[2]}.{op._overloadname}", (*args, *rest))
 
 
 for _name in ("uniform", "exponential", "cauchy", "log_normal", "geometric", "random", "normal_functional"):
@@ -55,7 +59,7 @@ def _like(fill: Fill, tools: Any, op: Any, x: Any, **kwargs: Any) -> Any:
 
 def _randint_like(tools: Any, op: Any, x: Any, *bounds: Any, **kwargs: Any) -> Any:
     low, high = (0, *map(int, bounds))[-2:]
-    return _like(lambda out, own: out.random_(low, high, generator=own), tools, op, x, **kwargs)
+    return _like(Fill("random_.from", (low, high)), tools, op, x, **kwargs)
 
 
 _random("rand_like", program=partial(_like, uniform))
@@ -102,7 +106,7 @@ def _dropout(tools: Any, op: Any, x: Any, p: float, train: bool | None = True) -
     flags = layout.replace(dtype=torch.bool, partials=())
     if train is False or p == 0:
         return x.clone(), aten.ones_like(x, dtype=torch.bool)
-    kept = _draw(tools, flags, lambda out, own: out.bernoulli_(1 - p, generator=own))
+    kept = _draw(tools, flags, Fill("bernoulli_.float", (1 - p,)))
     scale = 0.0 if p == 1 else 1 / (1 - p)
     return tools.wrap(tools.each(_scaled, layout.mesh, x, kept, scale), layout), kept
 
@@ -126,7 +130,7 @@ def _rrelu(
     in_place = op._schema.name.endswith("_")
     if not kwargs.get("training", training):
         return (aten.leaky_relu_ if in_place else aten.leaky_relu)(x, (lower + upper) / 2)
-    drawn = _draw(tools, tools.layout(x), lambda out, own: out.uniform_(lower, upper, generator=own), generator)
+    drawn = _draw(tools, tools.layout(x), Fill("uniform_.default", (lower, upper)), generator)
     noise.copy_(aten.where(x <= 0, drawn, 1.0))
     return x.mul_(noise) if in_place else x * noise
 
@@ -141,7 +145,13 @@ def seeded(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     """The operator on whole tensors, on every rank, from one seed."""
     names = [argument.name for argument in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    mesh, seed = tools.mesh(*given.values()), next_seed(given.pop("generator", None))
+    mesh = tools.mesh(*given.values())
+    if tracing_context() is not None:
+        raise OperatorError(
+            f"{tools.operator} in a compiled function: it draws from one seed, which would be the same in every call; call it "
+            "outside of compiled functions"
+        )
+    seed = next_seed(given.pop("generator", None))
 
     def spread(value: Any) -> Any:
         if isinstance(value, list | tuple):

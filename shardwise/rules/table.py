@@ -5,7 +5,11 @@ Names are `aten.add` for all overloads, or `aten.add.Scalar` for one; an in-plac
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
+from dataclasses import fields
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 from .notation import Rule, parse
@@ -41,6 +45,40 @@ def find(op: Any) -> Rule | None:
             if key in TABLE:
                 return TABLE[key]
     return None
+
+
+_fingerprints: dict[int, str] = {}
+
+
+def fingerprint() -> str:
+    """A digest of every row: names, sentences, words and the code of its functions. The same in every process."""
+    state = hash(tuple((name, id(row)) for name, row in TABLE.items()))  # rows are never changed, only replaced
+    if state not in _fingerprints:
+        _fingerprints.clear()
+        text = repr([(name, _facts(row)) for name, row in sorted(TABLE.items())])
+        _fingerprints[state] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return _fingerprints[state]
+
+
+def _facts(value: Any) -> Any:
+    """A value without addresses and lines, for a digest."""
+    if isinstance(value, Rule):
+        return [(field.name, _facts(getattr(value, field.name))) for field in fields(value)]
+    if isinstance(value, frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, partial):
+        return _facts(value.func), _facts(value.args), sorted((k, _facts(v)) for k, v in value.keywords.items())
+    if isinstance(value, list | tuple):
+        return [_facts(item) for item in value]
+    if isinstance(value, FunctionType):
+        cells = [_facts(cell.cell_contents) for cell in value.__closure__ or ()]
+        return value.__module__, value.__qualname__, _code(value.__code__), cells, _facts(value.__defaults__)
+    return type(value).__name__ if "0x" in repr(value) else repr(value)
+
+
+def _code(code: CodeType) -> Any:
+    constants = [_code(c) if isinstance(c, CodeType) else _facts(c) for c in code.co_consts]
+    return code.co_code, code.co_names, constants
 
 
 def _parts(op: Any) -> tuple[str, str, str]:

@@ -1,0 +1,43 @@
+"""Whether the program that is being traced belongs to one rank only, so that no other rank may be given it.
+
+A traced program is the same on every rank unless a shape or a number of this rank entered it (uneven pieces). Then a cache may
+keep it only under a key that names the rank's coordinate; found out too late for the key, it is not kept at all.
+"""
+
+from __future__ import annotations
+
+from .._torch import tracing_context, veto_cache
+
+
+class Trace:
+    """What is known of one trace: whether it is of one rank only, and whether its key says so."""
+
+    __slots__ = ("keyed", "specific")
+
+    def __init__(self) -> None:
+        self.specific = self.keyed = False
+
+
+def current() -> Trace | None:
+    """The trace that is going on, or None."""
+    context = tracing_context()
+    if context is None:
+        return None
+    if not hasattr(context, "shardwise"):
+        context.shardwise = Trace()
+    found: Trace = context.shardwise
+    return found
+
+
+def mark_specific() -> None:
+    """Say that what is traced now, if anything, holds something of this rank."""
+    trace = current()
+    if trace is not None and not trace.specific:
+        trace.specific = True
+        veto_cache(_is_misleading)
+
+
+def _is_misleading() -> bool:
+    """Whether a cache would give the traced program to other ranks, which it does not fit."""
+    trace = current()
+    return trace is not None and trace.specific and not trace.keyed
