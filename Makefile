@@ -3,7 +3,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: demo test lint bench bench-moves clean
+.PHONY: demo test lint bench bench-moves bench-step clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
@@ -23,6 +23,9 @@ bench-moves: $(READY)
 	$(BIN)/python benchmarks/redistribute.py plan
 	$(BIN)/python benchmarks/redistribute.py run --ranks 4
 	$(BIN)/python benchmarks/redistribute.py run --ranks 8
+
+bench-step: $(READY)
+	$(BIN)/python benchmarks/step.py
 
 clean:
 	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

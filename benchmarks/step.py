@@ -2,6 +2,7 @@
 
     python benchmarks/step.py                  rank 0 of 8 on (dp=2, tp=4), fake process group
     python benchmarks/step.py --device cuda    one rank on NCCL, width 1024, 8 layers, bfloat16
+    python benchmarks/step.py --only plain ours
 
 A fake process group takes no time to communicate, so what is measured is the libraries' own work and the local operators.
 A step is `loss_fn(tokens, targets)`, `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`; the first and the third
@@ -58,6 +59,20 @@ AGAINST = {
     "ours torch.compile": ("plain compiled", {"cpu": 1.1, "cuda": 1.03}),
     "ours sw.compile": ("plain compiled", {"cpu": 1.1, "cuda": 1.03}),
 }
+COMPILED: list[Wrap] = [partial(torch.compile, fullgraph=True), torch.compile]
+# Row to the ways in which its parts are wrapped, to be tried in this order; none for an eager row.
+WRAPS: dict[str, list[Wrap]] = {
+    "plain eager": [],
+    "plain compiled": COMPILED,
+    "peer eager": [],
+    "peer compiled": COMPILED,
+    "ours eager": [],
+    "ours captured": [lambda part: sw.capture(part)],
+    "ours torch.compile": COMPILED,
+    "ours sw.compile": [lambda part: sw.compile(part, fullgraph=True), lambda part: sw.compile(part)],
+}
+# Rows that need a name of Shardwise, and are not available without it.
+NEEDS = {"ours captured": "capture", "ours sw.compile": "compile"}
 
 
 # ── the model ──
@@ -137,9 +152,9 @@ def plain(options: argparse.Namespace, mesh: sw.Mesh) -> Program:
 
 
 class Row(NamedTuple):
-    """A step that has run once, the seconds this took, and the errors met."""
+    """A step that has run once (none, where it fails eagerly too), the seconds this took, and the errors met."""
 
-    step: Call
+    step: Call | None
     first: float
     notes: list[str]
 
@@ -153,6 +168,11 @@ def own_code(function: Callable, name: str) -> Callable:
     return FunctionType(function.__code__.replace(co_name=name), function.__globals__, name, None, function.__closure__)
 
 
+def in_short(error: Exception) -> str:
+    """The type and the first line of an error."""
+    return f"{type(error).__name__}: {next((line.strip() for line in str(error).splitlines() if line.strip()), '')}"
+
+
 def tried(part: Callable, name: str, wraps: Sequence[Wrap], call: Callable[[Callable], Any]) -> tuple[Callable, list[str]]:
     """The part in the first of the wraps that works, or as it is, after its first call; and the errors met on the way."""
     notes = []
@@ -162,8 +182,7 @@ def tried(part: Callable, name: str, wraps: Sequence[Wrap], call: Callable[[Call
             call(wrapped)
             return wrapped, notes
         except Exception as error:
-            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-            notes.append(f"{name}: {type(error).__name__}: {reason}")
+            notes.append(f"{name}: {in_short(error)}")
     call(part)
     return part, notes
 
@@ -194,31 +213,29 @@ def make_row(name: str, program: Program, wraps: Sequence[Wrap]) -> Row:
     return Row(step, first, notes + more)
 
 
-def make_rows(options: argparse.Namespace) -> dict[str, Row | None]:
-    """Every row by name, in the order of the table; None where Shardwise has no such name."""
+def make_rows(options: argparse.Namespace) -> dict[str, Row]:
+    """Every row by name, in the order of the table."""
     axes = MESH[options.device]
     mesh = sw.init_mesh(device=options.device, **axes)
     peer_mesh = init_device_mesh(options.device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    compiled = [partial(torch.compile, fullgraph=True), torch.compile]
-    wraps: dict[str, Sequence[Wrap] | None] = {
-        "plain eager": [],
-        "plain compiled": compiled,
-        "peer eager": [],
-        "peer compiled": compiled,
-        "ours eager": [],
-        "ours captured": [sw.capture] if hasattr(sw, "capture") else None,
-        "ours torch.compile": compiled,
-        "ours sw.compile": [partial(sw.compile, fullgraph=True), sw.compile] if hasattr(sw, "compile") else None,
-    }
     makers = {
         "plain": lambda: plain(options, mesh),
         "peer": lambda: distributed(options, peer_api, peer_mesh),
         "ours": lambda: distributed(options, sw, mesh),
     }
-    rows: dict[str, Row | None] = {}
-    for name, ways in wraps.items():
+    rows = {}
+    for name, wraps in WRAPS.items():
+        side = name.split()[0]
+        if side not in options.only:
+            continue
         print(f"preparing: {name}", file=sys.stderr, flush=True)
-        rows[name] = None if ways is None else make_row(name, makers[name.split()[0]](), ways)
+        if not hasattr(sw, NEEDS.get(name, "DTensor")):
+            rows[name] = Row(None, 0.0, [])
+            continue
+        try:
+            rows[name] = make_row(name, makers[side](), wraps)
+        except Exception as error:
+            rows[name] = Row(None, 0.0, [f"{name}: {in_short(error)}"])
     return rows
 
 
@@ -256,9 +273,9 @@ def collectives(step: Call) -> int:
 
 def ratio_cells(name: str, best: dict[str, float], device: str) -> tuple[str, bool]:
     """The ratio, its target and the verdict of a row; whether the target is met."""
-    if name not in AGAINST:
+    other, targets = AGAINST.get(name, ("", {}))
+    if other not in best:
         return "", True
-    other, targets = AGAINST[name]
     ratio = best[name] / best[other]
     text = f"{ratio:8.2f} × {other:15}"
     if device not in targets:
@@ -266,20 +283,20 @@ def ratio_cells(name: str, best: dict[str, float], device: str) -> tuple[str, bo
     return f"{text}{targets[device]:7.2f}  {'OK' if ratio <= targets[device] else 'MISS'}", ratio <= targets[device]
 
 
-def table(rows: dict[str, Row | None], options: argparse.Namespace) -> list[str]:
-    there = {name: row for name, row in rows.items() if row}
-    times = dict(zip(there, rounds_of([row.step for row in there.values()], options.rounds), strict=True))
+def table(rows: dict[str, Row], options: argparse.Namespace) -> list[str]:
+    steps = {name: row.step for name, row in rows.items() if row.step}
+    times = dict(zip(steps, rounds_of(list(steps.values()), options.rounds), strict=True))
     best = {name: min(column) for name, column in times.items()}
     missed = []
     print(f"{'step':20}{'first, s':>9}{'best, ms':>10}{'median':>9}{'collectives':>13}{'ratio':>8}   {'to':15}{'target':>7}")
     for name, row in rows.items():
-        if not row:
-            print(f"{name:20}{'n/a':>9}")
-            continue
-        ratio, ok = ratio_cells(name, best, options.device)
+        cells, ok = f"{'n/a':>9}", not AGAINST.get(name, ("", {}))[1]
+        if name in steps:
+            ratio, ok = ratio_cells(name, best, options.device)
+            milliseconds = f"{best[name] * 1e3:10.2f}{statistics.median(times[name]) * 1e3:9.2f}"
+            cells = f"{row.first:9.2f}{milliseconds}{collectives(steps[name]):13}{ratio}"
         missed += [] if ok else [name]
-        milliseconds = f"{best[name] * 1e3:10.2f}{statistics.median(times[name]) * 1e3:9.2f}"
-        print(f"{name:20}{row.first:9.2f}{milliseconds}{collectives(row.step):13}{ratio}")
+        print(f"{name:20}{cells}".rstrip())
         for note in row.notes:
             print(f"    {note[:124]}")
     return missed
@@ -288,6 +305,7 @@ def table(rows: dict[str, Row | None], options: argparse.Namespace) -> list[str]
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The cost of one training step, plain and distributed.")
     parser.add_argument("--device", choices=DEFAULTS, default="cpu")
+    parser.add_argument("--only", nargs="+", choices=["plain", "peer", "ours"], default=["plain", "peer", "ours"])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--dtype", help="of the parameters")
     for name in ("width", "layers", "heads", "vocab", "batch", "length"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -23,6 +24,7 @@ from torch._opaque_base import OpaqueBaseMeta
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 __all__ = [
+    "READS_ATTRIBUTES",
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
@@ -37,7 +39,9 @@ __all__ = [
     "constant_type",
     "decompositions",
     "dispatch_modes",
+    "hint",
     "inductor_settings",
+    "is_kept",
     "job_store",
     "make_wrapper",
     "new_group",
@@ -170,6 +174,9 @@ def overloads(func: OpOverload, name: str) -> list[OpOverload]:
     return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
 
 
+#: The module that, while it traces a function of the user's, reads attributes of tensors on the user's behalf.
+READS_ATTRIBUTES = "torch._dynamo.variables.tensor"
+
 #: The trace that is going on, if any: torch keeps it from the first operator to the compiled backward.
 tracing_context: Any = torch._guards.TracingContext.try_get
 
@@ -212,12 +219,30 @@ def compile_graph(gm: Any, inputs: Any, local: Callable[..., Any], settings: dic
         return inductor.compile_fx(gm, inputs, inner_compile=local, config_patches=settings)
 
 
+#: What Inductor adds to the words of a local program before it makes a key of them.
+_WORDS = {"cpp_wrapper": False, "fx_wrapper": False, "is_backward": False, "is_inference": False, "static_input_idxs": ()}
+_WORDS |= dict.fromkeys(("boxed_forward_device_index", "cudagraphs", "extern_node_serializer", "graph_id", "layout_opt"))
+
+
+def is_kept(gm: Any, inputs: Any, words: dict[str, Any]) -> bool:
+    """Whether Inductor's cache in this process's folder has a local program. (A wrong no is possible: it costs time only.)"""
+    words = {**_WORDS, **words}
+    for index in words["static_input_idxs"]:
+        if isinstance(inputs[index], torch.Tensor) and inputs[index].device.type != "cpu":
+            inputs[index]._is_inductor_static = True  # as Inductor does before it makes the key
+    checked = importlib.import_module("torch._inductor.compile_fx").get_input_idxs_to_check(inputs, words["static_input_idxs"])
+    cache = importlib.import_module("torch._inductor.codecache").FxGraphCache
+    key, _ = cache.prepare_key(gm, inputs, words, checked, False)
+    return key is not None and os.path.isdir(cache._get_tmp_dir_for_key(key[0]))
+
+
 def compile_local(gm: Any, inputs: Any, words: dict[str, Any]) -> tuple[Any, bool]:
-    """A local program compiled by Inductor, and whether its cache had it: only its counters tell."""
+    """A local program compiled by Inductor, and whether that was work: its counters tell what its cache had."""
     counters = importlib.import_module("torch._dynamo.utils").counters["inductor"]
     before = counters["fxgraph_cache_hit"]
+    empty = not any(node.op.startswith("call") for node in gm.graph.nodes)
     made = importlib.import_module("torch._inductor.compile_fx").compile_fx_inner(gm, inputs, **words)
-    return made, counters["fxgraph_cache_hit"] > before
+    return made, not empty and counters["fxgraph_cache_hit"] == before
 
 
 def compiler_caches() -> bool:
@@ -247,7 +272,41 @@ def artifacts_of_block() -> Iterator[Callable[[], bytes]]:
 
 
 def job_store(prefix: str) -> Any:
-    """The store through which the ranks of the job found each other, for names of that prefix: there they tell each other things
-    without a collective. A connection of its own, where the store has connections: a thread that waits at another one may hold it
-    for minutes."""
+    """The store in which the ranks of the job found each other, for names of that prefix: it takes no collective to tell things
+    there. It has a connection of its own: a thread that waits in the store holds its connection, for minutes perhaps."""
     return _c10d.PrefixStore(prefix, _c10d._get_default_store().clone())
+
+
+def hit_recompile_limit(error: Exception) -> bool:
+    """Whether Dynamo refused to trace a function once more; its class lies in a module that takes seconds to import."""
+    return type(error).__name__ == "FailOnRecompileLimitHit"
+
+
+def local_graphs(gm: Any, inputs: Any, build: Callable[[str, Any], Callable[[list[Any]], Any]]) -> Any:
+    """A function that does what a graph over tensors of any class does, by graphs over the plain tensors that they wrap:
+    `build` makes a function of a list from each. Only AOTAutograd traces through subclasses."""
+    backend = importlib.import_module("torch._functorch.aot_autograd").aot_module_simplified
+    partition = importlib.import_module("torch._functorch.partitioners").default_partition
+
+    def compiler(part: str) -> Any:
+        def made(graph: Any, _: Any) -> Any:
+            function = build(part, graph)
+            function._boxed_call = True  # type: ignore[attr-defined]  # takes one list, which it empties
+            return function
+
+        return made
+
+    return backend(
+        gm,
+        inputs,
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size at hand, also where it is a symbol of a trace, without making the trace one of this size only."""
+    return size if type(size) is int else size.node.hint if isinstance(size, torch.SymInt) else int(size)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
+from ._torch import hint
 from .cost import PER_WORK, Link, all_reduce, change, links
 from .layout import Dim, Layout, cut, whole
 from .rules.notation import Call, Kernel, Proposal, Result, Rule, additive, labels
@@ -124,7 +125,7 @@ def _bind(rule: Rule, call: Call) -> Bound:
     )
     work = 1
     for size in sizes.values():
-        work *= size
+        work *= hint(size)
     linear, uncut = tuple(_linear_sets(rule, call)), _whole(rule, call)
     same = tuple(rule.outputs[min(i, last)].same for i in range(len(outputs)))
     return Bound(inputs, outputs, sizes, linear, uncut, same, call.tensors[0].dtype.is_floating_point, work)
@@ -164,7 +165,7 @@ def _needs_program(rule: Rule, bound: Bound, call: Call) -> bool:
         isinstance(state, int) and names[state] is not None and _is_whole(bound, names[state])
         for names, tensor in zip(bound.inputs, call.tensors, strict=True)
         for axis, state in tensor.states.items()
-        if tensor.mesh.shape[axis] > 1 and tensor.shape.numel()  # a tensor without elements is gathered for nothing
+        if tensor.mesh.shape[axis] > 1 and all(tensor.shape)  # a tensor without elements is gathered for nothing
     )
 
 
@@ -268,7 +269,8 @@ def _held(result: Result, names: tuple[str | None, ...], call: Call, bound: Boun
     """Bytes of a result on one rank, if it is cut as the tensors are now."""
     size = result.dtype.itemsize
     for label, n in zip(names, result.shape, strict=True):
-        size *= min((t.held(i.index(label)) for t, i in zip(call.tensors, bound.inputs, strict=True) if label in i), default=n)
+        held = [t.held(i.index(label)) for t, i in zip(call.tensors, bound.inputs, strict=True) if label in i]
+        size *= min(held, default=hint(n))
     return size
 
 

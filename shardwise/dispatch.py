@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from ._torch import make_wrapper, no_dispatch, raw_call
 from .arguments import WHOLE, Arguments, bind, by_name, quickest
@@ -19,7 +19,7 @@ from .comm import door
 from .decide import Decision, decide
 from .errors import OperatorError
 from .fallback import apart, choose, functional, functional_form, is_mixed, on_plain, writes_plain
-from .layout import Layout, Number, PerRank, contiguous_stride
+from .layout import Layout, Number, PerRank, SymbolicLayout, contiguous_stride
 from .memo import new_cache
 from .mesh import Mesh
 from .plan import plan
@@ -58,7 +58,7 @@ def _operator(func: Any) -> Operator:
     return found
 
 
-def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: C901, PLR0912  one frame
+def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: C901, PLR0912, PLR0915  one frame
     """Run an operator on DTensors (and what stands beside them)."""
     operator = _operators.get(id(func)) or _operator(func)
     key: list[Any] = [operator]
@@ -84,7 +84,10 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
                 return _general(cls, func, args, kwargs)
             key.append(name)
             key.append(type(arg) if name in operator.free and arg is not None else arg)
-    known = _known.get(tuple(key))
+    try:
+        known = _known.get(tuple(key))
+    except TypeError:  # a size is a symbol of a trace
+        known = None
     if known is None or known.makers is None:
         return _general(cls, func, args, kwargs or {})
     _decisions.hits += 1
@@ -159,6 +162,8 @@ def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if operator.signature.written and writes_plain(cls, func, args, kwargs):
         return on_plain(Tools(cls), func, args, kwargs)
     given = Arguments(cls, operator, args, kwargs)
+    if any(isinstance(layout, SymbolicLayout) for layout in given.layouts):
+        return _symbolic(cls, func, args, kwargs, given)
     key = tuple(given.key)
     by_default = (*key, torch.get_default_dtype())
     known = _known.get(key) or _known.get(by_default)
@@ -171,6 +176,29 @@ def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     else:
         _decisions.hits += 1
     return _run(cls, func, args, kwargs, known, given)
+
+
+def _symbolic(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Arguments) -> Any:
+    """The same in a program that is traced for all sizes. Nothing is kept; where a rule needs a size to be a number, it is
+    settled to the one at hand, and the program holds for that one only."""
+    try:
+        decision = _decide(func, signature(func), given)
+        return _run(cls, func, args, kwargs, Known(cls, decision, func, given.layouts[0].mesh, len(args)), given)
+    except (TypeError, NotImplementedError):
+        for _, value in by_name(signature(func), args, kwargs):
+            for item in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(item, cls) and isinstance(item._layout, SymbolicLayout):
+                    item._layout = item._layout.settled()
+        return dispatch(cls, func, (), _numbers(args), _numbers(kwargs))
+
+
+def _numbers(value: Any) -> Any:
+    """The value (through lists, tuples and dictionaries) with numbers for symbols."""
+    if isinstance(value, dict):
+        return {name: _numbers(item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_numbers, value))
+    return int(value) if isinstance(value, SymInt) else value
 
 
 def _takes_default_dtype(decision: Decision, layouts: list[Layout]) -> bool:
@@ -219,7 +247,7 @@ def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: Argum
         check_moves(decision.moves, given.layouts, facts.name)
     for index, have, want in decision.moves:
         holder, at = given.places[index]
-        holder[at] = run(holder[at], plan(have, want), facts.name)
+        holder[at] = run(holder[at], plan(have, want), facts.name, have.shape)
     for position, value in known.edits:
         if position < len(given.positional):
             given.positional[position] = value

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import torch
+from torch import SymInt
 
 from .layout import Factor, Layout, cut, default_sizes
 from .memo import memo
@@ -108,8 +109,9 @@ class Form:
 def _parts(dim: tuple[Factor, ...], mesh: Mesh) -> tuple[Part, ...]:
     parts = []
     for position, factor in enumerate(dim):
-        default = not factor.axes or factor.sizes == default_sizes(factor.size, [mesh.shape[a] for a in factor.axes])
-        parts.append(Part(factor.axes, None if default else factor.sizes, factor.size if position else None))
+        counts = [mesh.shape[axis] for axis in factor.axes]
+        default = not factor.axes or isinstance(factor.size, SymInt) or factor.sizes == default_sizes(factor.size, counts)
+        parts.append(Part(factor.axes, None if default else factor.sizes, int(factor.size) if position else None))
     return tuple(parts)
 
 

@@ -19,8 +19,9 @@ from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 import torch
+from torch import SymInt
 
-from ._torch import OpaqueBaseMeta, constant_type
+from ._torch import OpaqueBaseMeta, constant_type, hint
 from .errors import LayoutError, MeshError
 from .mesh import Mesh, quote
 from .placement import Partial, Placement, Replicate, Shard, read_placement
@@ -105,7 +106,11 @@ def default_sizes(size: int, parts: Iterable[int]) -> tuple[int, ...]:
     >>> default_sizes(5, [4]), default_sizes(5, [2, 2])
     ((2, 2, 1, 0), (2, 1, 1, 1))
     """
-    sizes = [size]
+    if isinstance(size, SymInt):
+        count = math.prod(parts := tuple(parts))
+        if size % count == 0:  # torch notes this: where it does not hold, the program is traced anew
+            return (size // count,) * count
+    sizes = [int(size)]
     for count in parts:
         sizes = [piece for whole_size in sizes for piece in _chunks(whole_size, count)]
     return tuple(sizes)
@@ -143,7 +148,7 @@ def canonical(factors: Iterable[Factor]) -> Dim:
     factors = tuple(factors)
     if len(factors) == 1:
         return factors
-    factors = sorted(factors, key=lambda factor: factor.size != 1)  # a factor of size 1 commutes with the others
+    factors = sorted(factors, key=lambda factor: bool(factor.size != 1))  # a factor of size 1 commutes with the others
     if math.prod(f.size for f in factors) == 0:
         shards = math.prod(len(f.sizes) for f in factors)
         return (Factor(0, tuple(a for f in factors for a in f.axes), (0,) * shards),)
@@ -193,7 +198,10 @@ class Layout(metaclass=OpaqueBaseMeta):
         strides = contiguous_stride(shape) if stride is None else tuple(stride)
         pending = tuple(sorted(partials, key=lambda item: mesh.axes.index(item[0])))
         content = (mesh, placed, pending, dtype, strides)
-        found = _layouts.get(content)
+        try:
+            found = _layouts.get(content)
+        except TypeError:  # a size is a symbol
+            return _build(content, shape, SymbolicLayout)
         if found is None:
             found = _layouts[content] = _build(content, shape)
         return found
@@ -210,6 +218,11 @@ class Layout(metaclass=OpaqueBaseMeta):
             return self
         dims = [[_uncut(f, gone, self.mesh) for f in dim] for dim in self.dims]
         return self.replace(dims=dims, partials=[(a, k) for a, k in self.partials if a not in gone])
+
+    @property
+    def concrete(self) -> Layout:
+        """This layout; for one with symbolic sizes, the same at the sizes at hand."""
+        return self
 
     def reduced(self) -> Layout:
         """This layout with nothing pending."""
@@ -272,7 +285,7 @@ class Layout(metaclass=OpaqueBaseMeta):
 
     def held(self, dim: int) -> int:
         """The size of a dim in the largest local piece."""
-        return math.prod(max(f.sizes) for f in self.dims[dim])
+        return math.prod(hint(max(f.sizes)) for f in self.dims[dim])
 
     def __repr__(self) -> str:
         dims = ", ".join(_describe(dim, self.mesh) for dim in self.dims)
@@ -325,6 +338,37 @@ def _read_factor(text: str) -> Factor:
     return Factor(int(size), tuple(map(unquote, axes.split("+"))) if axes else (), tuple(map(int, sizes)))
 
 
+class SymbolicLayout(Layout):
+    """A layout in a program that is traced for all sizes: some sizes are symbols (`torch.SymInt`).
+
+    Rules work with it as with any other; torch notes whatever they find out about a symbol, and a program is used only for
+    sizes of which the same holds. It is not interned and has no hash, so that no cache keeps what belongs to one trace. What is
+    chosen by its price is chosen for the sizes at hand (`concrete`).
+    """
+
+    __slots__ = ("_concrete",)
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def concrete(self) -> Layout:
+        """This layout at the sizes at hand."""
+        if not hasattr(self, "_concrete"):
+            dims = [[Factor(hint(f.size), f.axes, tuple(map(hint, f.sizes))) for f in dim] for dim in self.dims]
+            self._concrete = Layout.of(self.mesh, dims, self.partials, self.dtype, tuple(map(hint, self.stride)))
+        return self._concrete
+
+    @property
+    def text(self) -> str:
+        """The text of this layout at the sizes at hand, and for no others."""
+        return self.settled().text
+
+    def settled(self) -> Layout:
+        """This layout at the sizes at hand, and for no others: torch is told that the symbols are these numbers."""
+        for size in (*(f.size for dim in self.dims for f in dim), *self.stride):
+            int(size)
+        return self.concrete
+
+
 def restore_layout(*parts: Any) -> Layout:
     """The layout of the parts that a pickle holds (a function of its own: a pickle names it without `getattr`)."""
     return Layout.of(*parts)
@@ -334,13 +378,13 @@ constant_type(Layout)
 _layouts: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 
 
-def _build(content: tuple[Any, ...], shape: torch.Size) -> Layout:
-    self = object.__new__(Layout)
+def _build(content: tuple[Any, ...], shape: torch.Size, cls: type[Layout] | None = None) -> Layout:
+    self = object.__new__(cls or Layout)
     self.mesh, self.dims, self.partials, self.dtype, self.stride = content
     self.shape, self.device = shape, _device(self.mesh.device)
     self.states = {axis: i for i, dim in enumerate(self.dims) for f in dim for axis in f.axes}
     self.even = all(min(f.sizes) == max(f.sizes) for dim in self.dims for f in dim)
-    self.nbytes = math.prod([max(f.sizes) for dim in self.dims for f in dim]) * self.dtype.itemsize
+    self.nbytes = math.prod([hint(max(f.sizes)) for dim in self.dims for f in dim]) * self.dtype.itemsize
     for axis, kind in self.partials:
         if axis in self.states:
             raise LayoutError(f"axis {axis!r} cannot both cut dim {self.states[axis]} and be pending a {kind}")
@@ -415,7 +459,7 @@ def make_layout(
     mesh = Mesh.from_torch(mesh)
     if isinstance(placements, Layout):
         return placements.replace(dtype=dtype, stride=None if stride is None else tuple(stride))
-    size = tuple(int(n) for n in shape)
+    size = tuple(n if isinstance(n, SymInt) else int(n) for n in shape)
     cuts: list[list[tuple[str, Shard]]] = [[] for _ in size]
     partials = []
     for axis, placement in _by_axis(mesh, placements).items():

@@ -61,13 +61,16 @@ def new_cache(name: str, limit: int) -> Cache:
 
 
 def memo(name: str, limit: int) -> Callable[[Function], Function]:
-    """Remember the answers of a pure function of hashable arguments."""
+    """Remember the answers of a pure function; those for arguments without a hash are worked out anew."""
 
     def wrap(function: Function) -> Function:
         cache = new_cache(name, limit)
 
         def remembered(*args: Any) -> Any:
-            found = cache.entries.get(args, cache)
+            try:
+                found = cache.entries.get(args, cache)
+            except TypeError:  # sizes that are symbols of a trace: what holds for them is forgotten with the trace
+                return function(*args)
             if found is cache:
                 found = function(*args)
                 cache.put(args, found)

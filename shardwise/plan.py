@@ -169,7 +169,7 @@ def plan(have: Layout, want: Layout, max_bytes: int | None = None, without: Iter
     f32[8, 4 | sum@a, sum@b] → f32[8, 4]: 1 collective, 192 bytes received (at least 192: 1.00), peak 128 bytes, 20 µs
       all_reduce over a,b  → f32[8, 4]  192 bytes
     """
-    return _plan(have, want, max_bytes, tuple(without))
+    return _plan(have.concrete, want.concrete, max_bytes, tuple(without))
 
 
 @memo("plans", limit=4096)

@@ -6,12 +6,13 @@ ranks differ become `shardwise::` operators: they hold layouts as text, and find
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 from urllib.parse import unquote
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from .comm import Door, PerRank, door
 from .comm.context import Setting
@@ -31,7 +32,7 @@ from .kernels import (
     swapping,
     taking,
 )
-from .layout import Layout
+from .layout import Layout, SymbolicLayout
 from .memo import memo
 from .mesh import quote
 from .plan import Plan, plan
@@ -50,7 +51,7 @@ def move(local: Tensor, have: Layout, want: Layout, operator: str = "", max_byte
     steps = plan(have, want, max_bytes)
     if operator and steps.collectives:
         check(operator, steps.bytes, lambda: f"{have} → {want}")
-    return run(local, steps, operator or "redistribute")
+    return run(local, steps, operator or "redistribute", have.shape)
 
 
 def check_moves(moves: Iterable[tuple[int, Layout, Layout]], inputs: Sequence[Layout], operator: str) -> None:
@@ -65,13 +66,13 @@ def check_moves(moves: Iterable[tuple[int, Layout, Layout]], inputs: Sequence[La
         check(operator, sum(steps.bytes for steps in plans), describe)
 
 
-def run(local: Tensor, steps: Plan, operator: str) -> Tensor:
-    """Run a plan's steps through the door."""
+def run(local: Tensor, steps: Plan, operator: str, shape: Sequence[int]) -> Tensor:
+    """Run a plan's steps through the door; `shape` is that of the global tensor, in which sizes may be symbols."""
     world = door(steps.have.mesh, operator)
-    by = Running(world, world.traced(local))
+    by = Running(world, world.traced(local), shape)
     if by.traced and whole_moves.get():
         have, want = form_of(steps.have).text, form_of(steps.want).text
-        return torch.ops.shardwise.move(local, steps.have.shape, have, want, operator)
+        return torch.ops.shardwise.move(local, shape, have, want, operator)
     for step in steps.steps:
         local = _RUN[step.kind](local, step, by)
     return local
@@ -82,10 +83,16 @@ whole_moves: Setting[bool] = Setting("whole moves", False)
 
 
 class Running(NamedTuple):
-    """Through which door steps run, and whether they are traced."""
+    """Through which door steps run, whether they are traced, and the shape of the global tensor."""
 
     door: Door
     traced: bool
+    shape: Sequence[int]
+
+
+def is_symbolic(shape: Sequence[int]) -> bool:
+    """Whether a size is a symbol of a trace."""
+    return any(isinstance(size, SymInt) for size in shape)
 
 
 def _part(part: str, x: Tensor, step: Step, by: Running) -> Tensor:
@@ -93,8 +100,8 @@ def _part(part: str, x: Tensor, step: Step, by: Running) -> Tensor:
     kernel = _kernels(step)[part]
     if not kernel:
         return x
-    if by.traced and _varies(step, part):
-        return torch.ops.shardwise.step(x, step.before.shape, write(step), part)
+    if by.traced and (is_symbolic(by.shape) or _varies(step, part)):
+        return torch.ops.shardwise.step(x, by.shape, write(step), part)
     found: Tensor = by.door.each(kernel[0], step.before.mesh, x, *kernel[1:])
     return found
 
@@ -153,14 +160,15 @@ def _all_to_all(x: Tensor, step: Step, by: Running) -> Tensor:
     swap = swapping(step)
     if swap is None or (by.traced and not step.before.even):
         return _exchange(x, step, by)
-    received = by.door.all_to_all(_part("before", x, step, by), swap[1], swap[1], step.before.mesh, step.axes)
+    counts = (x.numel() // step.ranks,) * step.ranks if by.traced else swap[1]
+    received = by.door.all_to_all(_part("before", x, step, by), counts, counts, step.before.mesh, step.axes)
     return _part("after", received, step, by)
 
 
 def _exchange(x: Tensor, step: Step, by: Running) -> Tensor:
     """Every rank sends to every other what that one gets from it; what it has itself does not travel."""
     if by.traced:
-        return torch.ops.shardwise.exchange(x, step.before.shape, write(step))
+        return torch.ops.shardwise.exchange(x, by.shape, write(step))
     mesh = step.before.mesh
     lay_out, send, receive, shape, parcels, own = exchanging(step)
     packed = by.door.each(lay_out[0], mesh, x, *lay_out[1:])
@@ -170,7 +178,7 @@ def _exchange(x: Tensor, step: Step, by: Running) -> Tensor:
 
 
 def _transfer(x: Tensor, step: Step, by: Running) -> Tensor:
-    return torch.ops.shardwise.exchange(x, step.before.shape, write(step)) if by.traced else transfer(x, step, by.door)
+    return torch.ops.shardwise.exchange(x, by.shape, write(step)) if by.traced else transfer(x, step, by.door)
 
 
 def _alone(x: Tensor, step: Step, by: Running) -> Tensor:
@@ -228,16 +236,7 @@ def _fresh(out: Tensor, x: Tensor) -> Tensor:
 def _move(x: Tensor, shape: Sequence[int], have: str, want: str, operator: str) -> Tensor:
     before, after = (Form.read(form).layout(shape, x.dtype) for form in (have, want))
     with whole_moves.set(False):
-        return _fresh(run(x, plan(before, after), operator), x)
-
-
-def _move_fake(x: Tensor, shape: Sequence[int], have: str, want: str, operator: str) -> Tensor:
-    return _new_local(x, Form.read(want).layout(shape, x.dtype))
-
-
-def _new_local(x: Tensor, layout: Layout) -> Tensor:
-    made: Tensor = door(layout.mesh).each(x.new_empty, layout.mesh, PerRank(layout.local_shape))
-    return made
+        return _fresh(run(x, plan(before, after), operator, before.shape), x)
 
 
 def _step(x: Tensor, shape: Sequence[int], text: str, part: str) -> Tensor:
@@ -248,16 +247,46 @@ def _step(x: Tensor, shape: Sequence[int], text: str, part: str) -> Tensor:
 
 def _exchange_now(x: Tensor, shape: Sequence[int], text: str) -> Tensor:
     step = read(text, tuple(shape), x.dtype)
-    return _fresh(_RUN[step.kind](x, step, Running(door(step.before.mesh), traced=False)), x)
+    return _fresh(_RUN[step.kind](x, step, Running(door(step.before.mesh), False, step.before.shape)), x)
+
+
+# What they give, where only shapes are asked for. Sizes that are symbols are those of even pieces.
+
+
+def _new_local(x: Tensor, shape: Sequence[int], form: str) -> Tensor:
+    layout = Form.read(form).layout(shape, x.dtype)
+    if isinstance(layout, SymbolicLayout):
+        return x.new_empty(layout.local_shape(0))
+    made: Tensor = door(layout.mesh).each(x.new_empty, layout.mesh, PerRank(layout.local_shape))
+    return made
+
+
+def _move_fake(x: Tensor, shape: Sequence[int], have: str, want: str, operator: str) -> Tensor:
+    return _new_local(x, shape, want)
 
 
 def _exchange_fake(x: Tensor, shape: Sequence[int], text: str) -> Tensor:
-    return _new_local(x, read(text, tuple(shape), x.dtype).after)
+    return _new_local(x, shape, text.split(" | ")[3])
+
+
+def _step_fake(x: Tensor, shape: Sequence[int], text: str, part: str) -> Tensor:
+    if not is_symbolic(shape):
+        return _step(x, shape, text, part)
+    kind, _, _, after = text.split(" | ")
+    if part == "before":
+        return x.new_empty((x.numel(),)) if kind == "all_to_all" else _laid_out(x, shape, after)
+    return _new_local(x, shape, after)
+
+
+def _laid_out(x: Tensor, shape: Sequence[int], after: str) -> Tensor:
+    """One piece of `after` behind the other."""
+    first, *rest = Form.read(after).layout(shape, x.dtype).local_shape(0)
+    return x.new_empty((x.numel() // math.prod((first, *rest)) * first, *rest))
 
 
 torch.library.impl("shardwise::move", "CompositeExplicitAutograd", _move)
 torch.library.register_fake("shardwise::move", _move_fake)
 torch.library.impl("shardwise::step", "CompositeExplicitAutograd", _step)
-torch.library.register_fake("shardwise::step", _step)
+torch.library.register_fake("shardwise::step", _step_fake)
 torch.library.impl("shardwise::exchange", "CompositeExplicitAutograd", _exchange_now)
 torch.library.register_fake("shardwise::exchange", _exchange_fake)

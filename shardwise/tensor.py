@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
-from ._torch import no_torch_function
+from ._torch import READS_ATTRIBUTES, no_torch_function
 from .comm import door
 from .comm.trace import current
 from .dispatch import dispatch
@@ -132,8 +133,9 @@ class DTensor(torch.Tensor):
 
     @property
     def layout(self) -> Any:  # type: ignore[override]  # torch's own `layout` is an attribute
-        """What each rank holds."""
-        return self._layout
+        """What each rank holds. (torch's own code, which asks how the elements lie in memory, is told: strided.)"""
+        asker = sys._getframe(1).f_globals.get("__name__", "")
+        return torch.strided if asker.startswith("torch.") and asker != READS_ATTRIBUTES else self._layout
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -196,7 +198,7 @@ class DTensor(torch.Tensor):
 
     def _align(self) -> None:
         if not hasattr(self, "_aligned"):
-            self._aligned = self.register_hook(functools.partial(_align_grad, layout=self._layout.reduced()))
+            self._aligned = self.register_hook(functools.partial(align_grad, layout=self._layout.reduced()))
 
     @property
     def data(self) -> DTensor:
@@ -249,6 +251,9 @@ class DTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], form: Form, size: Any, stride: Any) -> DTensor:
         local = inner["_local"]
+        for dim, (whole, held) in enumerate(zip(size, local.shape, strict=True)):
+            if isinstance(whole, SymInt) and whole != held * form.parts(dim):
+                int(whole)  # uneven, and so of one size only
         return wrap(DTensor, local, form.layout(size, local.dtype, stride))
 
     def __coerce_tangent_metadata__(self) -> DTensor:
@@ -339,7 +344,8 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, parameter: bool
 torch.serialization.add_safe_globals([_rebuild, restore_layout, Mesh, Factor])
 
 
-def _align_grad(grad: Any, layout: Layout) -> Any:
+def align_grad(grad: Any, layout: Layout) -> Any:
+    """A gradient in the layout of what it is the gradient of."""
     if grad is None:  # no gradient flows
         return None
     if not isinstance(grad, DTensor):
@@ -347,7 +353,7 @@ def _align_grad(grad: Any, layout: Layout) -> Any:
     target = layout.replace(stride=grad._layout.stride, dtype=grad._layout.dtype)
     if grad._layout is target or grad.requires_grad:
         return grad.redistribute(placements=target)
-    return wrap(DTensor, run(grad._local, plan(grad._layout, target), "gradient"), target)
+    return wrap(DTensor, run(grad._local, plan(grad._layout, target), "gradient", target.shape), target)
 
 
 # ── autograd through the ways in and out ──────────────────────────────────────────────────────────────────────────────
@@ -361,7 +367,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
-        return _align_grad(grad, ctx.layout), None, None
+        return align_grad(grad, ctx.layout), None, None
 
 
 class _FromLocal(torch.autograd.Function):
@@ -377,7 +383,7 @@ class _FromLocal(torch.autograd.Function):
         kinds = {kind for _, kind in ctx.layout.partials}
         if not kinds <= {"sum", "avg"}:
             raise OperatorError(f"from_local of {ctx.layout}: pieces pending a {kinds.pop()} have no gradient")
-        grad = _align_grad(grad, ctx.layout.reduced())
+        grad = align_grad(grad, ctx.layout.reduced())
         for axis, kind in ctx.layout.partials:
             if kind == "avg":
                 grad = grad / ctx.layout.mesh.shape[axis]

@@ -19,7 +19,7 @@ from ..errors import CompileError
 
 #: Seconds between two signs of life of a rank that compiles.
 BEAT = 1.0
-#: After so many seconds without one it is taken for dead: a rank that lives may be in code that holds Python's lock for a while.
+#: After so many seconds without one it is taken for dead: one that lives may be in code that holds Python's lock for a while.
 SILENCE = 10.0
 #: Seconds between two looks: at first, and at most.
 _SOON, _LATER = 0.02, 0.5
@@ -81,7 +81,7 @@ class Post:
 
 
 class Election:
-    """The first rank to come leads: it compiles, shows that it lives, and leaves what it made, or why it failed, for the others."""
+    """The first rank to come leads: it compiles, shows that it lives, and leaves the others what it made, or why it failed."""
 
     def __init__(self, key: str, timeout: float) -> None:
         self.key, self.timeout = key, timeout
@@ -138,7 +138,7 @@ class Election:
             )
         if waited > self.timeout:
             return (
-                f"{self._waiting()} for {waited:.1f} s, and it has not finished; allow more than timeout={self.timeout:g} seconds "
+                f"{self._waiting()} for {waited:.1f} s, and it has not finished; allow more than timeout={self.timeout:g} s "
                 "in sw.compile, or ship what an earlier job compiled (sw.save_artifacts, sw.load_artifacts)"
             )
         return None

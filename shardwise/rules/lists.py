@@ -6,6 +6,7 @@ Scalars, which an optimizer changes at every step, are no part of a key.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ def _columns(call: Call) -> Iterator[tuple[Layout, ...]]:
 
 def _aligned(lead: Layout, column: Sequence[Layout]) -> list[Layout] | None:
     """The column with every tensor cut as the lead and single numbers replicated; None where shapes broadcast otherwise."""
-    if any(t.shape != lead.shape and t.shape.numel() != 1 for t in column):
+    if any(t.shape != lead.shape and math.prod(t.shape) != 1 for t in column):
         return None
     return [t.replace(dims=lead.dims, partials=()) if t.shape == lead.shape else t.replicated() for t in column]
 

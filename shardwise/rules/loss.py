@@ -6,6 +6,7 @@ where they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def _local_call(call: Call, changed: dict[str, Any], first: Callable[[Tensor], T
 
 
 def _count(wants: Sequence[Layout]) -> int:
-    return torch.broadcast_shapes(*(layout.shape for layout in wants)).numel()
+    return math.prod(torch.broadcast_shapes(*(layout.shape for layout in wants)))
 
 
 def _mean(call: Call, wants: Sequence[Layout]) -> Any:

@@ -1,0 +1,154 @@
+"""`save_artifacts` and `load_artifacts`: compiled programs as one file, shipped from one job to the next.
+
+The file says for which torch, Python, Shardwise and meshes its programs are, and that is checked before anything else in it is
+read: what follows are torch's own artifacts, which are pickles, and native code.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CompileError
+from ..identity import VERSION, library_key
+from ..mesh import Mesh, _meshes
+from .election import Post, in_job
+from .job import TIMEOUT
+from .parcel import Parcel, install, loaded_libraries, pack, processor, read_libraries, unpack
+
+
+def save_artifacts(path: str | Path, *, timeout: float = TIMEOUT) -> None:
+    """Write what this job compiled to one file that serves every rank; in a job all ranks call it, and rank 0 writes.
+
+    >>> import os, tempfile
+    >>> file = os.path.join(tempfile.mkdtemp(), "programs")
+    >>> save_artifacts(file)
+    >>> load_artifacts(file)
+    """
+    saved = torch.compiler.save_cache_artifacts()
+    artifacts = () if saved is None else (saved[0],)
+    own = Parcel(_facts(), artifacts, read_libraries(loaded_libraries()))
+    names = [] if saved is None else [f"{kind} {key}" for kind, keys in saved[1].artifacts.items() for key in keys]
+    if not in_job():
+        Path(path).write_bytes(pack(own))
+    elif dist.get_rank() == 0:
+        _collect(path, own, set(names), timeout)
+    else:
+        _contribute(own, names, timeout)
+
+
+def load_artifacts(path: str | Path, mesh: Mesh | None = None) -> None:
+    """Take in what `save_artifacts` wrote, so that compiling the same again finds it; every rank calls it, and reads the file.
+
+    Refused for another torch, Python, Shardwise or other rules, and for other meshes: one of those of the job that saved must
+    have the axes and sizes of `mesh`, or of a mesh made so far.
+    """
+    source = f"artifact file {str(path)!r}"
+    install(unpack(Path(path).read_bytes(), source, lambda facts: _check(facts, source, mesh)))
+
+
+# ── what a file is for ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _facts() -> dict[str, Any]:
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "version": VERSION,
+        "library": library_key(),
+        "processor": processor(),
+        "meshes": [dict(shape) for shape in sorted(_shapes())],
+    }
+
+
+def _shapes() -> set[tuple[tuple[str, int], ...]]:
+    """The shapes of the meshes made so far in the world that a mesh made now would live in."""
+    world = "processes" if dist.is_available() and dist.is_initialized() else "simulated"
+    return {tuple(mesh.shape.items()) for mesh in _meshes.values() if mesh.root is mesh and mesh.world == world}
+
+
+def _check(facts: dict[str, Any], source: str, mesh: Mesh | None) -> None:
+    """Refuse a file for another world than this one."""
+    for name, made, here in (
+        ("torch", facts["torch"], torch.__version__),
+        ("Python", facts["python"], platform.python_version()),
+        ("Shardwise", facts["version"], VERSION),
+    ):
+        if made != here:
+            raise CompileError(f"{source} is for {name} {made}, this is {name} {here}; compile and save it again with this one")
+    if facts["library"] != library_key():
+        raise CompileError(
+            f"{source} is for a Shardwise {VERSION} with other rules or code than this one; compile and save it again here"
+        )
+    shapes = {tuple(shape.items()) for shape in facts["meshes"]}
+    ours = _shapes() if mesh is None else {tuple(mesh.shape.items())}
+    if shapes and not shapes & ours:
+        _refuse_meshes(source, shapes, ours)
+
+
+def _refuse_meshes(source: str, shapes: set[Any], ours: set[Any]) -> None:
+    made = _told(shapes)
+    if not ours:
+        raise CompileError(
+            f"{source} is for the mesh {made}, and there is no mesh here yet; load it after sw.init_mesh, or pass the mesh"
+        )
+    raise CompileError(
+        f"{source} is for the mesh {made}, here is {_told(ours)}; make such a mesh first, or compile and save for this one"
+    )
+
+
+def _told(shapes: set[Any]) -> str:
+    return " or ".join("(" + ", ".join(f"{axis}={size}" for axis, size in shape) + ")" for shape in sorted(shapes))
+
+
+# ── one file for all ranks ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _collect(path: str | Path, own: Parcel, have: set[str], timeout: float) -> None:
+    """Write what this rank has, and what others have besides; tell them how it went."""
+    post, rest = Post("artifacts"), []
+    try:
+        for rank in range(1, dist.get_world_size()):
+            names = set(json.loads(_wait(post, f"names/{rank}", rank, timeout)))
+            if names - have:
+                have |= names
+                rest.append(rank)
+        post.put("wanted", json.dumps(rest).encode())
+        parcels = [own, *(unpack(_wait(post, f"parcel/{r}", r, timeout), f"rank {r}", lambda facts: None) for r in rest)]
+        Path(path).write_bytes(pack(_merged(parcels)))
+    except Exception as error:
+        post.put("error", f"{type(error).__name__}: {error}".encode())
+        raise
+    post.put("done", b"")
+
+
+def _contribute(own: Parcel, names: list[str], timeout: float) -> None:
+    """Give rank 0 what it lacks, and hear how it went."""
+    post, rank = Post("artifacts"), dist.get_rank()
+    post.put(f"names/{rank}", json.dumps(names).encode())
+    if rank in json.loads(_wait(post, "wanted", 0, timeout)):
+        post.put(f"parcel/{rank}", pack(own))
+    _wait(post, "done", 0, timeout)
+
+
+def _wait(post: Post, name: str, rank: int, timeout: float) -> bytes:
+    def give_up(waited: float) -> str | None:
+        late = f"save_artifacts: nothing from rank {rank} within {timeout:g} s; call it on every rank of the job"
+        return late if waited > timeout else None
+
+    found, data = post.wait((name, "error"), give_up)
+    if found == "error":
+        raise CompileError(f"save_artifacts failed on rank 0 with {data.decode()}")
+    return data
+
+
+def _merged(parcels: list[Parcel]) -> Parcel:
+    """One parcel of all; libraries of another CPU than rank 0's are left out."""
+    alike = [parcel for parcel in parcels if parcel.facts["processor"] == parcels[0].facts["processor"]]
+    libraries = {name: content for parcel in alike for name, content in parcel.libraries.items()}
+    return Parcel(parcels[0].facts, tuple(part for parcel in parcels for part in parcel.artifacts), libraries)

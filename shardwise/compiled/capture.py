@@ -1,0 +1,107 @@
+"""`capture`: a distributed function becomes a local program, once; from then on only the local program runs.
+
+Dynamo finds the operators of the user's function and guards what they depend on; AOTAutograd runs them on DTensors, forward and
+backward, and sees plain operators and collectives on local tensors; graph passes improve these. No layout is looked at when the
+program runs, and nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule
+
+from .._torch import hit_recompile_limit, local_graphs
+from ..redistribute import whole_moves
+from .align import align_leaves
+from .passes import improve
+from .program import assemble
+from .show import show
+
+class Captured(NamedTuple):
+    """One local program: "forward", "backward" or (without gradients) "inference"."""
+
+    part: str
+    graph: GraphModule
+
+
+class Program:
+    """A captured function; call it like the function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._function, self._without_grad = _traceable(function)
+        self._start()
+
+    def _start(self) -> None:
+        self.captured: list[Captured] = []
+        self._call = torch.compile(_fresh(self._function), backend=self._trace, fullgraph=True, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if self._without_grad:
+                with torch.no_grad():
+                    return self._call(*args, **kwargs)
+            return self._call(*args, **kwargs)
+        except Exception as error:
+            if not hit_recompile_limit(error):
+                raise
+            self._start()
+            return self(*args, **kwargs)
+
+    def _trace(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with whole_moves.set(True):
+            return local_graphs(align_leaves(gm, inputs), inputs, self._keep)
+
+    def _keep(self, part: str, gm: GraphModule) -> Callable[[list[Any]], Any]:
+        improve(gm)
+        self.captured.append(Captured(part, gm))
+        return assemble(gm.graph)
+
+    def text(self) -> str:
+        """The local programs as text: one line for each operator, and for each collective the line of the user's that needs it."""
+        return "\n\n".join(show(part, gm) for part, gm in self.captured)
+
+    def print(self) -> None:
+        """Print the local programs."""
+        print(self.text())
+
+
+def capture(function: Callable[..., Any]) -> Program:
+    """A function, a module or an optimizer's `step`, traced at its first call to a local program of plain operators and
+    collectives, the same on every rank, that later calls run without any work on layouts.
+
+    It means what the function means, gradients included. Inputs of another layout, shape or dtype, and whatever else the
+    function depends on (its globals, attributes of modules), trace it anew; after as many programs as
+    `torch._dynamo.config.recompile_limit` says (8) it starts over.
+
+    >>> import shardwise as sw
+    >>> mesh = sw.init_mesh(tp=2)
+    >>> double = capture(lambda x: x * 2)
+    >>> double(sw.ones(4, mesh=mesh, placements=[sw.Shard(0)])).sum().item()
+    8.0
+    """
+    return Program(function)
+
+
+def _traceable(function: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
+    """The function that is traced, and whether it runs without gradients."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, torch.optim.Optimizer) and getattr(function, "__name__", "") == "step":
+        # Around an optimizer's own step lie wrappers that look for hooks and refuse to be traced as a whole.
+        return functools.partial(inspect.unwrap(type(owner).step), owner), True
+    return function, False
+
+
+def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind a code object of its own: what Dynamo knows of a function it knows of its code, and forgets with it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)

@@ -1,0 +1,110 @@
+"""A local program as a function that runs: plain operators one after the other, each by its quickest way in.
+
+Reads an fx graph of operators on local tensors, gives Python. Knows nothing of layouts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from .._torch import OpOverload, probe, quick_call
+
+
+def assemble(graph: Graph) -> Callable[[list[Any]], Any]:
+    """A function of the list of inputs, which it empties, so that memory is free as soon as nothing needs it.
+
+    >>> import torch
+    >>> graph = torch.fx.symbolic_trace(lambda x: torch.ops.aten.add.Tensor(x, 1)).graph
+    >>> assemble(graph)([torch.ones(2)])
+    tensor([2., 2.])
+    """
+    names: dict[Node, str] = {}
+    scope: dict[str, Any] = {}
+    last = _last_uses(graph)
+    taken, lines = [], []
+    for node in graph.nodes:
+        names[node] = f"v{len(names)}"
+        if node.op == "placeholder":
+            taken.append(names[node])
+            continue
+        if node.op == "output":
+            lines.append(f"return {_written(node.args[0], names, scope)}")
+            break
+        lines.append(f"{names[node]} = {_call(node, names, scope)}")
+        gone = [names[old] for old in last.get(node, ())]
+        lines += [f"del {', '.join(gone)}"] if gone else []
+    unpack = [f"{', '.join(taken)}{',' if len(taken) == 1 else ''} = inputs"] if taken else []
+    source = "\n    ".join(["def program(inputs):", *unpack, "inputs.clear()", *lines])
+    exec(compile(source, "<captured program>", "exec"), scope)
+    function: Callable[[list[Any]], Any] = scope["program"]
+    return function
+
+
+def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
+    """For each node the values that nothing needs after it."""
+    seen: set[Node] = set()
+    last: dict[Node, list[Node]] = {}
+    for node in reversed(graph.nodes):
+        for value in (*node.all_input_nodes, *(() if node.op in ("placeholder", "output") else (node,))):
+            if value not in seen:
+                seen.add(value)
+                if node.op != "output":
+                    last.setdefault(node, []).append(value)
+    return last
+
+
+def _call(node: Node, names: dict[Node, str], scope: dict[str, Any]) -> str:
+    if node.op == "get_attr":
+        return _constant(functools.reduce(getattr, str(node.target).split("."), node.graph.owning_module), scope)
+    if node.op != "call_function":
+        raise AssertionError(f"a local program has operators only, got {node.format_node()}")
+    given = [_written(arg, names, scope) for arg in node.args]
+    given += [f"{name}={_written(arg, names, scope)}" for name, arg in node.kwargs.items()]
+    if getattr(node.target, "__name__", "") == "getitem":
+        return f"{given[0]}[{given[1]}]"
+    return f"{_constant(_quickest(node), scope)}({', '.join(given)})"
+
+
+def _quickest(node: Node) -> Any:
+    target: Any = node.target
+    if not isinstance(target, OpOverload):
+        return target
+
+    def stand_in(value: Any) -> Any:
+        if isinstance(value, Node):
+            fake = value.meta.get("val")
+            if not isinstance(fake, Tensor) or any(not isinstance(n, int) for n in (*fake.shape, *fake.stride())):
+                raise TypeError("no probe stands for this")
+            return probe(fake.shape, fake.stride(), fake.dtype)
+        return type(value)(map(stand_in, value)) if isinstance(value, list | tuple) else value
+
+    try:
+        return quick_call(target, [stand_in(arg) for arg in node.args], {k: stand_in(v) for k, v in node.kwargs.items()})
+    except TypeError:
+        return target._op
+
+
+def _written(value: Any, names: dict[Node, str], scope: dict[str, Any]) -> str:
+    """A value as code."""
+    if isinstance(value, Node):
+        return names[value]
+    if isinstance(value, list | tuple):
+        inside = ", ".join(_written(item, names, scope) for item in value)
+        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' if len(value) == 1 else ''})"
+    if value is None or type(value) in (int, bool, str):
+        return repr(value)
+    return _constant(value, scope)
+
+
+def _constant(value: Any, scope: dict[str, Any]) -> str:
+    for name, known in scope.items():
+        if known is value:
+            return name
+    name = f"c{len(scope)}"
+    scope[name] = value
+    return name
