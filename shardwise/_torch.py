@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -40,21 +41,28 @@ __all__ = [
     "decompositions",
     "dispatch_modes",
     "hint",
+    "inductor_pass",
     "inductor_settings",
     "is_kept",
     "job_store",
+    "known",
     "make_wrapper",
     "new_group",
     "no_dispatch",
+    "no_modes",
     "no_torch_function",
     "overloads",
     "probe",
     "quick_call",
+    "quotient",
     "raw_call",
+    "rebuilt",
     "register_group",
     "schema",
+    "trace_local",
     "tracing_context",
     "unregister_group",
+    "unseen",
     "veto_cache",
 ]
 
@@ -274,7 +282,9 @@ def artifacts_of_block() -> Iterator[Callable[[], bytes]]:
 def job_store(prefix: str) -> Any:
     """The store in which the ranks of the job found each other, for names of that prefix: it takes no collective to tell things
     there. It has a connection of its own: a thread that waits in the store holds its connection, for minutes perhaps."""
-    return _c10d.PrefixStore(prefix, _c10d._get_default_store().clone())
+    store = _c10d._get_default_store()
+    store.check([prefix])  # fails at once if the store is gone, where a new connection would be tried for minutes
+    return _c10d.PrefixStore(prefix, store.clone())
 
 
 def hit_recompile_limit(error: Exception) -> bool:
@@ -307,6 +317,70 @@ def local_graphs(gm: Any, inputs: Any, build: Callable[[str, Any], Callable[[lis
     )
 
 
-def hint(size: int | torch.SymInt) -> int:
+def hint(size: Any) -> int:
     """A size at hand, also where it is a symbol of a trace, without making the trace one of this size only."""
     return size if type(size) is int else size.node.hint if isinstance(size, torch.SymInt) else int(size)
+
+
+def known(size: Any) -> Any:
+    """A size as a number if the trace is of this size only."""
+    value = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+    return size if value is None else value
+
+
+def no_modes() -> Any:
+    """In the block no tracer sees what is done: what a decision finds out about shapes is no part of a traced program."""
+    return torch.utils._python_dispatch._disable_current_modes()
+
+
+def unseen() -> Any:
+    """In the block the tracer does not see what is done with symbols. If it saw a symbol come out of a longer expression (a
+    size divided, or one less and one more), it would look for the symbol there, though that is made of it, and never end; it
+    finds by itself what a symbol is."""
+    return importlib.import_module("torch.fx.experimental.proxy_tensor").disable_proxy_modes_tracing()
+
+
+def quotient(size: Any, count: int) -> Any:
+    """`size // count`, also of a symbol."""
+    if not isinstance(size, torch.SymInt):
+        return size // count
+    with unseen():
+        return size // count
+
+
+def rebuilt(size: Any, known_sizes: Iterable[Any]) -> Any:
+    """A symbolic size made anew out of others, two at a time: the tracer then knows how. By itself it forgets a third."""
+    atoms = {other.node.expr: other for other in known_sizes if isinstance(other, torch.SymInt)}
+
+    def build(expr: Any) -> Any:
+        if expr in atoms or expr.is_Integer:
+            return atoms[expr] if expr in atoms else int(expr)
+        parts = [build(part) for part in expr.args] if expr.is_Mul or expr.is_Add else [None]
+        if any(part is None for part in parts):
+            return None
+        return functools.reduce(operator.mul if expr.is_Mul else operator.add, parts)
+
+    found = build(size.node.expr) if isinstance(size, torch.SymInt) else size
+    return size if found is None else found
+
+
+# ── graph passes ──
+
+
+def trace_local(function: Callable[[torch.Tensor], torch.Tensor], x: Any, decompositions: dict[Any, Any] | None = None) -> Any:
+    """The graph of the operators that a function of one fake tensor calls, decomposed as the table says."""
+    tracer = importlib.import_module("torch.fx.experimental.proxy_tensor")
+    with x.fake_mode:  # numbers that become tensors on the way are to be fakes as well
+        return tracer.make_fx(function, decomposition_table=decompositions)(x).graph
+
+
+def inductor_pass(run: Callable[[Any, dict[Any, Any]], object], key: str) -> Any:
+    """`run(graph, decompositions)` as a pass of Inductor, which keeps programs under its key; new nodes are to be decomposed as
+    the table says. Only an object of Inductor's own class is taken for one whose programs may be kept."""
+    base = importlib.import_module("torch._inductor.custom_graph_pass").CustomGraphPass
+    table = importlib.import_module("torch._inductor.decomposition").select_decomp_table
+
+    def call(self: Any, graph: Any) -> None:
+        run(graph, table())
+
+    return type("Passes", (base,), {"__call__": call, "uuid": lambda self: key, "__repr__": lambda self: f"Passes({key!r})"})()

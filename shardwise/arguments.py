@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from ._torch import probe, quick_call
 from .errors import MeshError
@@ -17,7 +17,7 @@ from .signature import Signature, signature
 from .tools import local_on
 
 #: Lists of these enter a key whole.
-WHOLE = frozenset((int, bool))
+WHOLE = frozenset((int, bool, SymInt))
 _quick_calls = new_cache("calls", limit=4096)
 
 

@@ -6,14 +6,15 @@ On a known call the path is one tuple, one look-up, the local operator and one w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import SymInt, Tensor
 
-from ._torch import make_wrapper, no_dispatch, raw_call
+from ._torch import dispatch_modes, make_wrapper, no_dispatch, no_modes, raw_call, rebuilt
 from .arguments import WHOLE, Arguments, bind, by_name, quickest
 from .comm import door
 from .decide import Decision, decide
@@ -162,7 +163,7 @@ def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if operator.signature.written and writes_plain(cls, func, args, kwargs):
         return on_plain(Tools(cls), func, args, kwargs)
     given = Arguments(cls, operator, args, kwargs)
-    if any(isinstance(layout, SymbolicLayout) for layout in given.layouts):
+    if _has_symbols(given.key):
         return _symbolic(cls, func, args, kwargs, given)
     key = tuple(given.key)
     by_default = (*key, torch.get_default_dtype())
@@ -183,21 +184,32 @@ def _symbolic(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     settled to the one at hand, and the program holds for that one only."""
     try:
         decision = _decide(func, signature(func), given)
+        sizes = [size for holder, at in given.places for size in holder[at].shape]
+        edits = {name: _rebuilt(value, sizes) for name, value in decision.edits.items()}
+        decision = replace(decision, edits=edits)
         return _run(cls, func, args, kwargs, Known(cls, decision, func, given.layouts[0].mesh, len(args)), given)
     except (TypeError, NotImplementedError):
-        for _, value in by_name(signature(func), args, kwargs):
-            for item in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(item, cls) and isinstance(item._layout, SymbolicLayout):
-                    item._layout = item._layout.settled()
-        return dispatch(cls, func, (), _numbers(args), _numbers(kwargs))
+        return dispatch(cls, func, (), _settled(args), _settled(kwargs))
 
 
-def _numbers(value: Any) -> Any:
-    """The value (through lists, tuples and dictionaries) with numbers for symbols."""
+def _rebuilt(value: Any, sizes: list[Any]) -> Any:
+    return [rebuilt(item, sizes) for item in value] if isinstance(value, list | tuple) else rebuilt(value, sizes)
+
+
+def _has_symbols(key: Sequence[Any]) -> bool:
+    return any(isinstance(part, SymbolicLayout | SymInt) or (type(part) is tuple and _has_symbols(part)) for part in key)
+
+
+def _settled(value: Any) -> Any:
+    """The value (through lists, tuples and dictionaries) with numbers for symbols, also in the shapes of tensors."""
     if isinstance(value, dict):
-        return {name: _numbers(item) for name, item in value.items()}
+        return {name: _settled(item) for name, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_numbers, value))
+        return type(value)(map(_settled, value))
+    if isinstance(value, Tensor):
+        if isinstance(layout := getattr(value, "_layout", None), SymbolicLayout):
+            value._layout = layout.settled()  # type: ignore[attr-defined]
+        _settled((*value.shape, *value.stride()))
     return int(value) if isinstance(value, SymInt) else value
 
 
@@ -221,6 +233,9 @@ def _reshape_in_place(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _decide(func: Any, facts: Signature, given: Arguments) -> Decision:
+    if dispatch_modes():
+        with no_modes():
+            return _decide(func, facts, given)
     row = find(func)
     if row is None:
         return Decision(program=choose(func, facts))

@@ -29,7 +29,7 @@ def _new(size: Any, mesh: Mesh | Any, placements: Placements | None, dtype: torc
     shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if torch.compiler.is_compiling():
-        traced: DTensor = torch.ops.shardwise.new(shape, mesh.text, written(placements), dtype, want.value, want.draw)
+        traced: DTensor = torch.ops.shardwise.new(shape, mesh.write(), written(placements), dtype, want.value, want.draw)
         return traced
     return _made(shape, Mesh.from_torch(mesh), placements, dtype, want)
 

@@ -23,6 +23,7 @@ from urllib.parse import unquote
 import torch
 from torch import SymInt
 
+from ._torch import quotient
 from .layout import Factor, Layout, cut, default_sizes
 from .memo import memo
 from .mesh import Mesh, quote
@@ -103,7 +104,12 @@ class Form:
         return f"[{dims}{' | ' if pending else ''}{pending}]"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Form.read, (self.text,)
+        return restore_form, (self.text,)
+
+
+def restore_form(text: str) -> Form:
+    """The form that a pickle holds (a function of its own: a pickle names it)."""
+    return Form.read(text)
 
 
 def _parts(dim: tuple[Factor, ...], mesh: Mesh) -> tuple[Part, ...]:
@@ -126,6 +132,6 @@ def _layout(form: Form, shape: tuple[int, ...], dtype: torch.dtype, stride: tupl
     dims = []
     for size, parts in zip(shape, form.dims, strict=True):
         rest = math.prod(part.size for part in parts if part.size is not None)
-        first = parts[0].factor(size // rest if rest else size, form.mesh)
+        first = parts[0].factor(quotient(size, rest) if rest > 1 else size, form.mesh)
         dims.append([first, *(part.factor(part.size, form.mesh) for part in parts[1:] if part.size is not None)])
     return Layout.of(form.mesh, dims, form.partials, dtype, stride)

@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import SymInt
 
-from ._torch import OpaqueBaseMeta, constant_type, hint
+from ._torch import OpaqueBaseMeta, constant_type, hint, known, quotient
 from .errors import LayoutError, MeshError
 from .mesh import Mesh, quote
 from .placement import Partial, Placement, Replicate, Shard, read_placement
@@ -109,7 +109,7 @@ def default_sizes(size: int, parts: Iterable[int]) -> tuple[int, ...]:
     if isinstance(size, SymInt):
         count = math.prod(parts := tuple(parts))
         if size % count == 0:  # torch notes this: where it does not hold, the program is traced anew
-            return (size // count,) * count
+            return (quotient(size, count),) * count
     sizes = [int(size)]
     for count in parts:
         sizes = [piece for whole_size in sizes for piece in _chunks(whole_size, count)]
@@ -169,11 +169,25 @@ def _mergeable(major: Factor, minor: Factor) -> bool:
 class Layout(metaclass=OpaqueBaseMeta):
     """Mesh, shape, stride, dtype, and for each dim which axes cut it and how. Made by `make_layout` or `Layout.of`."""
 
-    __slots__ = ("__weakref__", "device", "dims", "dtype", "even", "mesh", "nbytes", "partials", "shape", "states", "stride")
+    __slots__ = (
+        "__weakref__",
+        "device",
+        "dims",
+        "dtype",
+        "even",
+        "mesh",
+        "nbytes",
+        "ndim",
+        "partials",
+        "shape",
+        "states",
+        "stride",
+    )
     mesh: Mesh
     dims: tuple[Dim, ...]
     partials: tuple[tuple[str, str], ...]
     shape: torch.Size
+    ndim: int
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -201,7 +215,7 @@ class Layout(metaclass=OpaqueBaseMeta):
         try:
             found = _layouts.get(content)
         except TypeError:  # a size is a symbol
-            return _build(content, shape, SymbolicLayout)
+            return _with_symbols(content)
         if found is None:
             found = _layouts[content] = _build(content, shape)
         return found
@@ -231,11 +245,6 @@ class Layout(metaclass=OpaqueBaseMeta):
     def replicated(self) -> Layout:
         """This layout with every axis replicated."""
         return self.without(self.states)
-
-    @property
-    def ndim(self) -> int:
-        """The number of dims."""
-        return len(self.shape)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -298,8 +307,7 @@ class Layout(metaclass=OpaqueBaseMeta):
 
     __hash__ = object.__hash__
 
-    @property
-    def text(self) -> str:
+    def write(self) -> str:
         """This layout as text that `Layout.read` reads in any process."""
         dtype = str(self.dtype).removeprefix("torch.")
         dims = [
@@ -310,10 +318,10 @@ class Layout(metaclass=OpaqueBaseMeta):
 
     @staticmethod
     def read(text: str) -> Layout:
-        """The layout that a `text` tells.
+        """The layout that a text tells.
 
         >>> layout = make_layout((9, 4), Mesh(("tp",), (2,), range(2), "cpu", "simulated"), [Shard(0, (4, 5))])
-        >>> Layout.read(layout.text) is layout
+        >>> Layout.read(layout.write()) is layout
         True
         """
         mesh, dims, partials, dtype, stride = text.split(" ")
@@ -323,7 +331,7 @@ class Layout(metaclass=OpaqueBaseMeta):
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         """This layout as code of a traced program, and what its names mean."""
-        return f"Layout.read({self.text!r})", {"Layout": Layout}
+        return f"Layout.read({self.write()!r})", {"Layout": Layout}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return restore_layout, (self.mesh, self.dims, self.partials, self.dtype, self.stride)
@@ -336,6 +344,19 @@ def _read_factor(text: str) -> Factor:
     size, _, cuts = text.partition("@")
     axes, *sizes = cuts.split(":")
     return Factor(int(size), tuple(map(unquote, axes.split("+"))) if axes else (), tuple(map(int, sizes)))
+
+
+def _with_symbols(content: tuple[Any, ...]) -> Layout:
+    """The layout of these parts; symbols that torch knows to be numbers become numbers."""
+    mesh, dims, pending, dtype, stride = content
+    dims = tuple(tuple(Factor(known(f.size), f.axes, tuple(map(known, f.sizes))) for f in dim) for dim in dims)
+    stride = tuple(map(known, stride))
+    if not any(isinstance(n, SymInt) for n in (*(n for dim in dims for f in dim for n in (f.size, *f.sizes)), *stride)):
+        return Layout.of(mesh, dims, pending, dtype, stride)
+    if any(isinstance(f.size, SymInt) and any(n != f.sizes[0] for n in f.sizes) for dim in dims for f in dim):
+        raise TypeError("uneven pieces of a symbolic size depend on the rank: the size has to be settled")
+    shape = torch.Size([math.prod(f.size for f in dim) for dim in dims])
+    return _build((mesh, dims, pending, dtype, stride), shape, SymbolicLayout)
 
 
 class SymbolicLayout(Layout):
@@ -357,10 +378,9 @@ class SymbolicLayout(Layout):
             self._concrete = Layout.of(self.mesh, dims, self.partials, self.dtype, tuple(map(hint, self.stride)))
         return self._concrete
 
-    @property
-    def text(self) -> str:
+    def write(self) -> str:
         """The text of this layout at the sizes at hand, and for no others."""
-        return self.settled().text
+        return self.settled().write()
 
     def settled(self) -> Layout:
         """This layout at the sizes at hand, and for no others: torch is told that the symbols are these numbers."""
@@ -381,7 +401,7 @@ _layouts: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 def _build(content: tuple[Any, ...], shape: torch.Size, cls: type[Layout] | None = None) -> Layout:
     self = object.__new__(cls or Layout)
     self.mesh, self.dims, self.partials, self.dtype, self.stride = content
-    self.shape, self.device = shape, _device(self.mesh.device)
+    self.shape, self.ndim, self.device = shape, len(shape), _device(self.mesh.device)
     self.states = {axis: i for i, dim in enumerate(self.dims) for f in dim for axis in f.axes}
     self.even = all(min(f.sizes) == max(f.sizes) for dim in self.dims for f in dim)
     self.nbytes = math.prod([hint(max(f.sizes)) for dim in self.dims for f in dim]) * self.dtype.itemsize
@@ -415,6 +435,19 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         stride.append(step)
         step *= max(size, 1)
     return tuple(reversed(stride))
+
+
+def dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a tensor without gaps whose dims lie in memory in the order of another stride.
+
+    >>> dense_stride((4, 6), (1, 2))
+    (1, 4)
+    """
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(reversed(range(len(shape))), key=like.__getitem__):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(stride)
 
 
 def _uncut(factor: Factor, gone: frozenset[str], mesh: Mesh) -> Factor:
@@ -478,10 +511,10 @@ def written(placements: Placements | Layout | None) -> str:
     ('tp=S:0', 'S:0 R')
     """
     if placements is None or isinstance(placements, Layout):
-        return "" if placements is None else placements.text
+        return "" if placements is None else placements.write()
     if isinstance(placements, Mapping):
-        return " ".join([f"{axis}={placement.text}" for axis, placement in placements.items()]) or "="
-    return " ".join([placement.text for placement in placements])
+        return " ".join([f"{axis}={placement.write()}" for axis, placement in placements.items()]) or "="
+    return " ".join([placement.write() for placement in placements])
 
 
 def as_read(text: str) -> Any:

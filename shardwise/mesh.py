@@ -115,7 +115,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
         """The number of ranks one tensor on this mesh is spread over."""
         return math.prod(self.sizes)
 
-    @property
+    @cached_property
     def ndim(self) -> int:
         """The number of axes."""
         return len(self.axes)
@@ -138,6 +138,10 @@ class Mesh(metaclass=OpaqueBaseMeta):
         ranks = "" if root.ranks == tuple(range(len(root.ranks))) else ",".join(map(str, root.ranks))
         slow, kept = (",".join(map(quote, names)) for names in (root.slow, () if root is self else self.axes))
         return ";".join([root.device, root.world, axes, ranks, slow, _GROUPS[root.explicit], kept])
+
+    def write(self) -> str:
+        """The `text`; a traced program may call methods of constants, and not read all attributes."""
+        return self.text
 
     def alias(self, axes: tuple[str, ...]) -> str:
         """The name, equal on every rank, of the process group over `axes`."""

@@ -32,8 +32,7 @@ class Placement(metaclass=OpaqueBaseMeta):
         """Whether a reduction over the axis is pending."""
         return isinstance(self, Partial) and kind in (None, self.kind)
 
-    @property
-    def text(self) -> str:
+    def write(self) -> str:
         """This placement as text that `read_placement` reads."""
         if isinstance(self, Shard):
             return f"S:{self.dim}" if self.sizes is None else f"S:{self.dim}:{','.join(map(str, self.sizes))}"
@@ -96,7 +95,7 @@ class Partial(Placement):
 def read_placement(text: str) -> Placement:
     """The placement that a text tells.
 
-    >>> [read_placement(p.text) for p in (Shard(0), Shard(1, (2, 3)), Replicate(), Partial("max"))]
+    >>> [read_placement(p.write()) for p in (Shard(0), Shard(1, (2, 3)), Replicate(), Partial("max"))]
     [Shard(0), Shard(1, sizes=(2, 3)), Replicate(), Partial('max')]
     """
     kind, *facts = text.split(":")

@@ -69,6 +69,8 @@ def check_moves(moves: Iterable[tuple[int, Layout, Layout]], inputs: Sequence[La
 def run(local: Tensor, steps: Plan, operator: str, shape: Sequence[int]) -> Tensor:
     """Run a plan's steps through the door; `shape` is that of the global tensor, in which sizes may be symbols."""
     world = door(steps.have.mesh, operator)
+    if is_symbolic(shape) and any(_is_explicit(layout) for layout in steps.layouts):
+        shape = tuple(int(size) for size in shape)  # pieces of given sizes are of one size only
     by = Running(world, world.traced(local), shape)
     if by.traced and whole_moves.get():
         have, want = form_of(steps.have).text, form_of(steps.want).text
@@ -76,6 +78,10 @@ def run(local: Tensor, steps: Plan, operator: str, shape: Sequence[int]) -> Tens
     for step in steps.steps:
         local = _RUN[step.kind](local, step, by)
     return local
+
+
+def _is_explicit(layout: Layout) -> bool:
+    return any(part.sizes is not None for dim in form_of(layout).dims for part in dim)
 
 
 #: Whether a traced program says of a move only from where to where: graph passes then see what belongs together.

@@ -18,7 +18,7 @@ from .dispatch import dispatch
 from .errors import LayoutError, OperatorError
 from .form import Form, form_of
 from .identity import library_key
-from .layout import Factor, Layout, PerRank, Placements, as_read, make_layout, restore_layout, written
+from .layout import Factor, Layout, PerRank, Placements, as_read, dense_stride, make_layout, restore_layout, written
 from .memo import memo
 from .mesh import Mesh
 from .placement import Placement, Replicate, Shard
@@ -72,7 +72,7 @@ class DTensor(torch.Tensor):
         DTensor(f32[2, 7@tp{3,4}], mesh=(tp=2))
         """
         if torch.compiler.is_compiling():
-            traced: DTensor = torch.ops.shardwise.from_local(local, mesh.text, written(placements), shape, stride, run_check)
+            traced: DTensor = torch.ops.shardwise.from_local(local, mesh.write(), written(placements), shape, stride, run_check)
             return traced
         if isinstance(placements, Sequence):
             placements = tuple(placements)
@@ -251,6 +251,9 @@ class DTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], form: Form, size: Any, stride: Any) -> DTensor:
         local = inner["_local"]
+        if None in size or None in stride:  # torch lost what it had found to be a number
+            size = [held * form.parts(dim) for dim, held in enumerate(local.shape)]
+            stride = dense_stride(size, local.stride())
         for dim, (whole, held) in enumerate(zip(size, local.shape, strict=True)):
             if isinstance(whole, SymInt) and whole != held * form.parts(dim):
                 int(whole)  # uneven, and so of one size only
@@ -532,7 +535,7 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         return tensor.redistribute(on, placements)
     if torch.compiler.is_compiling():
-        traced: DTensor = torch.ops.shardwise.distribute(tensor, on.text, written(placements), src_data_rank)
+        traced: DTensor = torch.ops.shardwise.distribute(tensor, on.write(), written(placements), src_data_rank)
         return traced
     return _distribute(tensor, on, placements, src_data_rank)
 

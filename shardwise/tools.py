@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import make_wrapper
+from ._torch import known, make_wrapper, rebuilt, unseen
 from .comm import door
 from .comm.trace import mark_specific
 from .errors import OperatorError
-from .layout import Layout, PerRank, make_layout
+from .form import form_of
+from .layout import Layout, PerRank, SymbolicLayout, contiguous_stride, make_layout
 from .mesh import Mesh
 from .placement import Replicate
 from .redistribute import move
@@ -24,10 +25,24 @@ from .redistribute import move
 
 def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:
     """A DTensor around a local value."""
+    if isinstance(layout, SymbolicLayout):
+        return _wrap_symbolic(cls, local, layout)
     self = make_wrapper(cls, layout.shape, layout.stride, None, None, layout.dtype, torch.strided, layout.device)
     self._local, self._layout = local, layout
     if not layout.even and layout.mesh.world != "simulated":
         mark_specific()
+    return self
+
+
+def _wrap_symbolic(cls: Any, local: Tensor, layout: Layout) -> Any:
+    """The same for symbolic sizes: they are told by those of the local value, so that a tracer knows them."""
+    form = form_of(layout)
+    shape = [held * form.parts(dim) if form.parts(dim) > 1 else held for dim, held in enumerate(local.shape)]
+    stride = [rebuilt(step, (*shape, *local.shape, *contiguous_stride(shape))) for step in layout.stride]
+    with unseen():
+        shape, stride = [known(n) for n in shape], [known(n) for n in stride]
+        self = make_wrapper(cls, shape, stride, None, None, layout.dtype, torch.strided, layout.device)
+    self._local, self._layout = local, layout
     return self
 
 

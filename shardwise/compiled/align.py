@@ -27,7 +27,7 @@ def align_leaves(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
             with gm.graph.inserting_after(places[-1]):
                 aligned = gm.graph.call_function(torch.ops.shardwise.aligned.default, (node,))
             aligned.meta = dict(node.meta)
-            node.replace_all_uses_with(aligned, delete_user_cb=lambda user, aligned=aligned: user is not aligned)  # type: ignore[misc]
+            node.replace_all_uses_with(aligned, delete_user_cb=lambda user, aligned=aligned: user is not aligned)
             changed = True
     if changed:
         gm.recompile()

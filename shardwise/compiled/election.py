@@ -85,12 +85,16 @@ class Election:
 
     def __init__(self, key: str, timeout: float) -> None:
         self.key, self.timeout = key, timeout
-        self._post = Post(f"compile/{key}")
         self._ended = threading.Event()
         self._heard, self._leader = (0, 0.0), "?"
-        self.leads = self._post.count("claims") == 1
+        try:
+            self._post = Post(f"compile/{key}")
+            self.leads = self._post.count("claims") == 1
+            if self.leads:
+                self._post.put("leader", str(dist.get_rank()).encode())
+        except dist.DistError as error:
+            raise CompileError(f"rank {dist.get_rank()} cannot ask who compiles program {key}: {_gone(error)}") from None
         if self.leads:
-            self._post.put("leader", str(dist.get_rank()).encode())
             threading.Thread(target=self._live, daemon=True, name="shardwise-compiles").start()
 
     def _live(self) -> None:
@@ -118,9 +122,7 @@ class Election:
         try:
             name, found = self._post.wait(("made", "error"), self._give_up)
         except dist.DistError as error:
-            raise CompileError(
-                f"{self._waiting()}, and the job's store is gone: the process that held it has ended ({error}); {_REMEDY}"
-            ) from None
+            raise CompileError(f"{self._waiting()}, and {_gone(error)}") from None
         if name == "error":
             self._leader = (self._post.get("leader") or b"?").decode()
             raise CompileError(f"{self._waiting()}, and it failed there with {found.decode()}")
@@ -145,3 +147,8 @@ class Election:
 
     def _waiting(self) -> str:
         return f"rank {dist.get_rank()} waited for rank {self._leader} to compile program {self.key}"
+
+
+def _gone(error: Exception) -> str:
+    reason = str(error).partition("\n")[0]
+    return f"the job's store is gone, so the process that held it has ended ({reason}); {_REMEDY}"

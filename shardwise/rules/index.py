@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..layout import Factor, Layout, PerRank, cut
 from .notation import Call, Proposal
-from .piece import Piece, at_least_one, keep, padded
+from .piece import Piece, at_least_one, indices, keep, padded
 from .table import rule
 
 aten = torch.ops.aten
@@ -198,7 +198,7 @@ def _slice_backward(call: Call) -> Proposal:
     """Each rank keeps what it has of the slice, in a piece of the whole that holds it."""
     grad, one, dim = call.tensors[0], call.results[0], int(call["dim"]) % call.tensors[0].ndim
     size, step = one.shape[dim], int(call["step"])
-    start = range(*slice(call["start"], call["end"], step).indices(size)).start
+    start, *_ = indices(call["start"], call["end"], step, size)
     if len(grad.dims[dim]) > 1:
         grad = grad.without(grad.axes_of(dim))
     factor = grad.dims[dim][0]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from ..layout import Layout, Number
 
@@ -92,3 +93,16 @@ def keep(x: Tensor, mine: Tensor) -> Tensor:
 def padded(x: Tensor, dim: int) -> Tensor:
     """`x` with one row more, to be written to in place of rows that other ranks hold."""
     return torch.cat([x, x.new_zeros([1 if i == dim else n for i, n in enumerate(x.shape)])], dim)
+
+
+def indices(start: Any, end: Any, step: int, size: Any) -> tuple[Any, Any, int]:
+    """Where a slice of a dim begins and ends; of a symbolic size only what the slice says is found out."""
+    if not isinstance(size, SymInt):
+        return slice(start, end, step).indices(size)
+
+    def clipped(index: Any) -> Any:
+        index = index + size if index < 0 else index
+        return 0 if index < 0 else size if index > size else index
+
+    first = 0 if start is None or (type(start) is int and start == 0) else clipped(start)
+    return first, size if end is None or (type(end) is int and end >= sys.maxsize) else clipped(end), step

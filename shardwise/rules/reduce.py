@@ -156,8 +156,8 @@ def _local_extreme(x: Tensor, tables: list[Tensor], kind: str, dims: list[int], 
     value, position = getattr(torch, kind)(x.flatten() if flat else x, 0 if flat else dims[0])
     index = torch.zeros_like(position)
     for table in reversed(tables):
-        index = index + table.take(position % len(table))
-        position = position // len(table)
+        index = index + table.take(position % table.shape[0])
+        position = position // table.shape[0]
     return value.reshape(shape), index.reshape(shape)
 
 

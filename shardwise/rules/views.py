@@ -17,6 +17,7 @@ from torch import Tensor
 from ..layout import Dim, Factor, Layout, PerRank, canonical, cut, whole
 from ..mesh import Mesh
 from .notation import Call, LocalCopy, Proposal
+from .piece import indices
 from .table import rule
 
 aten = torch.ops.aten
@@ -250,7 +251,7 @@ rule("expand expand_copy", function=_expand)
 def _slice(call: Call) -> Proposal:
     layout = call.tensors[0]
     dim = int(call["dim"]) % layout.ndim
-    start, stop, step = slice(call["start"], call["end"], call["step"]).indices(layout.shape[dim])
+    start, stop, step = indices(call["start"], call["end"], call["step"], layout.shape[dim])
     if (start, step) == (0, 1) and stop >= layout.shape[dim]:
         return Proposal((layout,), (_result(call, layout, layout.dims),))
     if len(layout.dims[dim]) > 1:

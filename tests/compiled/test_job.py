@@ -25,14 +25,10 @@ from shardwise import Replicate, Shard
 from shardwise.compiled import compile, compile_report, load_artifacts, save_artifacts
 from shardwise.compiled.election import Post
 from shardwise.errors import CompileError
+from tests.compiled.kernels import kernels, settings
 from tests.processes.pool import Pool
 
 RANKS = 4
-#: Runs the C++ compiler, and notes for which kernel: its rank is in the folder's name.
-CXX = """#!/bin/sh
-for word in "$@"; do case "$word" in *.main.cpp) echo "$word" >> "{log}";; esac; done
-exec g++ "$@"
-"""
 
 
 def use_folder(folder: str) -> None:
@@ -175,23 +171,11 @@ def warm(folder: str, cold: Pool) -> Iterator[Pool]:
 
 
 def started(folder: str, seed: str) -> Iterator[Pool]:
-    compiler, log = Path(folder, "c++"), Path(folder, "kernels")
-    compiler.write_text(CXX.format(log=log))
-    compiler.chmod(0o755)
-    log.touch()
-    # Finding out what the CPU can do takes each rank many runs of the C++ compiler; it is told.
-    settings = {"PYTHONHASHSEED": seed, "CXX": str(compiler), "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-    with mock.patch.dict(os.environ, settings):
+    with mock.patch.dict(os.environ, {**settings(folder), "PYTHONHASHSEED": seed}):
         pool = Pool(RANKS)
         pool.run(time.time)
     yield pool
     pool.close()
-
-
-def kernels(folder: str) -> Counter[str]:
-    """How many kernels each rank compiled."""
-    lines = Path(folder, "kernels").read_text().splitlines()
-    return Counter(part for line in lines for part in Path(line).parts if part.startswith("rank"))
 
 
 def hows(results: list[Any]) -> Counter[str]:

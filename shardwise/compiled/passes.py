@@ -1,0 +1,81 @@
+"""Graph passes: what makes a local program better whatever it computes.
+
+`improve` takes the fx graph of a local program as AOTAutograd gives it, forward or backward, and rewrites it in place. Every
+rank has the same graph and rewrites it in the same way. Where ranks hold pieces of different shapes, only what does not depend
+on sizes is done.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from .._torch import inductor_pass as new_inductor_pass
+from ..comm.trace import current
+from ..identity import library_key
+from .moves import expand_moves, merge_moves
+from .nodes import WAIT, is_view, mutates, remove_dead
+from .reductions import bucket, reduce_later
+
+
+def improve(gm: GraphModule) -> dict[str, int]:
+    """Run all passes on a local program, and say how much each of them changed.
+
+    >>> import torch
+    >>> gm = torch.fx.symbolic_trace(lambda x: x + 1)
+    >>> improve(gm)["bucket"]
+    0
+    """
+    changes = _improve(gm.graph)
+    gm.recompile()
+    return changes
+
+
+def inductor_pass() -> Any:
+    """The same for Inductor: `options={"post_grad_custom_pre_pass": inductor_pass()}`. Programs are kept under a key of this
+    library."""
+    return new_inductor_pass(_improve, library_key())
+
+
+def _improve(graph: Graph, decompositions: dict[Any, Any] | None = None) -> dict[str, int]:
+    changes = {"merge_moves": merge_moves(graph), "expand_moves": expand_moves(graph, decompositions)}
+    dead = remove_dead(graph)
+    if not _is_of_one_rank():
+        changes["reduce_later"] = reduce_later(graph)
+        changes["bucket"] = bucket(graph)
+    changes["wait_late"] = wait_late(graph)
+    changes["remove_dead"] = dead + remove_dead(graph)
+    return changes
+
+
+def _is_of_one_rank() -> bool:
+    """Whether ranks may differ in the sizes of the program that is traced now: what is decided by sizes might differ, too, and
+    with it the order of collectives over different groups."""
+    trace = current()
+    return trace is not None and trace.specific
+
+
+def wait_late(graph: Graph) -> int:
+    """Every wait, and with it views of what it waits for, stands directly before what first uses it.
+
+    It always applies, but no wait moves behind an operator that writes to a tensor: the collective might still read that one.
+    Collectives run at the same time as whatever stands between their start and their wait.
+    """
+    return sum(_wait_later(node) for node in reversed(list(graph.nodes)) if _is_awaited(node))
+
+
+def _is_awaited(node: Node) -> bool:
+    while node.target is not WAIT and is_view(node):
+        node = node.all_input_nodes[0]
+    return node.target is WAIT
+
+
+def _wait_later(node: Node) -> bool:
+    place = node.next
+    while place.op != "output" and place not in node.users and not mutates(place):
+        place = place.next
+    moved = place is not node.next
+    if moved:
+        place.prepend(node)
+    return moved
