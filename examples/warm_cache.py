@@ -38,7 +38,14 @@ def programs(mesh, rows):
         whole = torch.tanh(w)
         return (whole.redistribute(placements=placements) * x).full_tensor().sum()
 
-    return {f.__name__: f for f in (simple, in_and_out, moving, taking)}
+    def slicing(x, w):
+        return (x[1:-1] * w[1:-1]).exp().sum()  # pieces of another size on the first and the last rank
+
+    def plain(x, w):
+        y = DTensor.from_local(x.to_local() * 2, mesh, placements, shape=(rows, 4), run_check=False)
+        return (y * w)[:3].full_tensor().sum()
+
+    return {f.__name__: f for f in (simple, in_and_out, moving, taking, slicing, plain)}
 
 
 def main(rows):
@@ -72,7 +79,9 @@ def on_one_device(name, x, w):
         return (torch.sin(x) * w).square().sum()
     if name == "moving":
         return ((x * w).t() @ x).sum() + x.numel()
-    return (torch.tanh(w) * x).sum()
+    if name == "slicing":
+        return (x[1:-1] * w[1:-1]).exp().sum()
+    return (torch.tanh(w) * x).sum() if name == "taking" else (x * 2 * w)[:3].sum()
 
 
 if __name__ == "__main__":

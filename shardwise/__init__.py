@@ -2,7 +2,17 @@
 
 from .comm import Bundle, communication, init_mesh, simulate, trace_comm
 from .comm.calibrate import calibrate
-from .errors import CommunicationError, LayoutError, MeshError, OperatorError, PlanError, ShardwiseError, WorldError
+from .compiled import Program, capture, compile, compile_report, load_artifacts, save_artifacts
+from .errors import (
+    CommunicationError,
+    CompileError,
+    LayoutError,
+    MeshError,
+    OperatorError,
+    PlanError,
+    ShardwiseError,
+    WorldError,
+)
 from .factories import empty, full, ones, rand, randn, zeros
 from .identity import VERSION
 from .layout import Layout
@@ -18,6 +28,7 @@ __version__ = VERSION
 __all__ = [
     "Bundle",
     "CommunicationError",
+    "CompileError",
     "DTensor",
     "Layout",
     "LayoutError",
@@ -27,6 +38,7 @@ __all__ = [
     "Partial",
     "Placement",
     "PlanError",
+    "Program",
     "Replicate",
     "Shard",
     "ShardwiseError",
@@ -34,17 +46,22 @@ __all__ = [
     "cache_clear",
     "cache_info",
     "calibrate",
+    "capture",
     "communication",
+    "compile",
+    "compile_report",
     "distribute_tensor",
     "empty",
     "full",
     "init_mesh",
     "layout",
+    "load_artifacts",
     "ones",
     "plan",
     "rand",
     "randn",
     "relabel",
+    "save_artifacts",
     "simulate",
     "trace_comm",
     "zeros",

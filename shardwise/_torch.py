@@ -31,6 +31,7 @@ __all__ = [
     "OpOverloadPacket",
     "OpaqueBaseMeta",
     "artifacts_of_block",
+    "below_autograd",
     "collectives",
     "compile_graph",
     "compile_local",
@@ -75,6 +76,9 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 #: Operator → a Python function of other operators; serves operators that have no rule.
 decompositions: dict[Any, Any] = torch._decomp.decomposition_table
+
+#: In the block operators skip what autograd would do, which costs more than some of them.
+below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 
 #: Runs an operator on a wrapper itself, not on what it wraps: how the sizes of a wrapper change in place.
 #: How many dispatch modes (tracers, say) see the operators that run now; no public function tells.
@@ -217,13 +221,13 @@ def inductor_settings(mode: str | None, options: dict[str, Any] | None, dynamic:
     return dict(torch._TorchCompileInductorWrapper(mode, options, dynamic).config)
 
 
-def compile_graph(gm: Any, inputs: Any, local: Callable[..., Any], settings: dict[str, Any]) -> Any:
+def compile_graph(gm: Any, inputs: Any, local: Callable[..., Any], settings: dict[str, Any], at_once: bool) -> Any:
     """A graph of Dynamo compiled by Inductor; `local(gm, inputs, **words)` compiles each local program that no cache has.
 
-    The backward is compiled with the forward: by itself torch waits for the first backward, when nobody is told of it.
+    `at_once`, the backward is compiled with the forward: by itself torch waits for the first backward.
     """
     inductor = importlib.import_module("torch._inductor.compile_fx")
-    with importlib.import_module("torch._functorch.config").patch(force_non_lazy_backward_lowering=True):
+    with importlib.import_module("torch._functorch.config").patch(force_non_lazy_backward_lowering=at_once):
         return inductor.compile_fx(gm, inputs, inner_compile=local, config_patches=settings)
 
 
@@ -232,8 +236,15 @@ _WORDS = {"cpp_wrapper": False, "fx_wrapper": False, "is_backward": False, "is_i
 _WORDS |= dict.fromkeys(("boxed_forward_device_index", "cudagraphs", "extern_node_serializer", "graph_id", "layout_opt"))
 
 
+def _is_empty(gm: Any) -> bool:
+    """Whether a program calls nothing: Inductor does not compile it then."""
+    return not any(node.op.startswith("call") for node in gm.graph.nodes)
+
+
 def is_kept(gm: Any, inputs: Any, words: dict[str, Any]) -> bool:
     """Whether Inductor's cache in this process's folder has a local program. (A wrong no is possible: it costs time only.)"""
+    if _is_empty(gm):
+        return True
     words = {**_WORDS, **words}
     for index in words["static_input_idxs"]:
         if isinstance(inputs[index], torch.Tensor) and inputs[index].device.type != "cpu":
@@ -247,10 +258,9 @@ def is_kept(gm: Any, inputs: Any, words: dict[str, Any]) -> bool:
 def compile_local(gm: Any, inputs: Any, words: dict[str, Any]) -> tuple[Any, bool]:
     """A local program compiled by Inductor, and whether that was work: its counters tell what its cache had."""
     counters = importlib.import_module("torch._dynamo.utils").counters["inductor"]
-    before = counters["fxgraph_cache_hit"]
-    empty = not any(node.op.startswith("call") for node in gm.graph.nodes)
+    before, empty = counters["fxgraph_cache_hit"], _is_empty(gm)
     made = importlib.import_module("torch._inductor.compile_fx").compile_fx_inner(gm, inputs, **words)
-    return made, not empty and counters["fxgraph_cache_hit"] == before
+    return made, counters["fxgraph_cache_hit"] == before and not empty
 
 
 def compiler_caches() -> bool:

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import SymInt, Tensor
 
-from ._torch import dispatch_modes, make_wrapper, no_dispatch, no_modes, raw_call, rebuilt
+from ._torch import dispatch_modes, no_dispatch, no_modes, raw_call, rebuilt
 from .arguments import WHOLE, Arguments, bind, by_name, quickest
 from .comm import door
 from .decide import Decision, decide
 from .errors import OperatorError
 from .fallback import apart, choose, functional, functional_form, is_mixed, on_plain, writes_plain
-from .layout import Layout, Number, PerRank, SymbolicLayout, contiguous_stride
+from .layout import Layout, Number, PerRank, SymbolicLayout
 from .memo import new_cache
 from .mesh import Mesh
 from .plan import plan
@@ -28,7 +27,7 @@ from .redistribute import check_moves, run
 from .rules.notation import LocalCopy
 from .rules.table import find
 from .signature import Signature, signature
-from .tools import Tools, sever, wrap
+from .tools import Tools, maker, sever, wrap
 
 _decisions = new_cache("decisions", limit=8192)
 _known = _decisions.entries
@@ -59,7 +58,7 @@ def _operator(func: Any) -> Operator:
     return found
 
 
-def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: C901, PLR0912, PLR0915  one frame
+def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: C901, PLR0912  one frame
     """Run an operator on DTensors (and what stands beside them)."""
     operator = _operators.get(id(func)) or _operator(func)
     key: list[Any] = [operator]
@@ -103,10 +102,12 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
         self = make()
         self._local, self._layout = local, known.layout
         return self
-    if not known.makers:
-        return args[0]
+    return _several(known.makers, local) if known.makers else args[0]
+
+
+def _several(makers: Any, pieces: Any) -> tuple[Any, ...]:
     outs = []
-    for (make, layout), piece in zip(known.makers, local):  # noqa: B905  `strict` costs as much as an attribute of a wrapper
+    for (make, layout), piece in zip(makers, pieces):  # noqa: B905  `strict` costs as much as an attribute of a wrapper
         self = make()
         self._local = piece
         self._layout = layout
@@ -144,13 +145,7 @@ class Known:
             return ()
         if facts.written or facts.lists or len(facts.returns) != len(decision.results) or None in decision.results:
             return None
-        return tuple((_maker(cls, layout), layout) for layout in decision.results if layout is not None) or None
-
-
-def _maker(cls: Any, layout: Layout) -> Any:
-    """Makes a wrapper that shows the sizes of a layout; quicker where torch may work the strides out."""
-    strides = None if layout.stride == contiguous_stride(layout.shape) else layout.stride
-    return partial(make_wrapper, cls, layout.shape, strides, None, None, layout.dtype, torch.strided, layout.device)
+        return tuple((maker(cls, layout), layout) for layout in decision.results if layout is not None) or None
 
 
 def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

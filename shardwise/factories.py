@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .comm import door
-from .layout import PerRank, Placements, as_read, make_layout, written
+from .identity import LIBRARY
+from .layout import PerRank, Placements, make_layout, written
 from .mesh import Mesh
 from .placement import Replicate
 from .random import Fill, normal, sample, uniform
@@ -18,23 +19,25 @@ from .tensor import DTensor
 from .tools import Tools, wrap
 
 
-class _Want(NamedTuple):
+class Want(NamedTuple):
     """What a new tensor is filled with: a value, or random numbers, or whatever lies in memory."""
 
     value: Any = None
     draw: str = ""
 
 
-def _new(size: Any, mesh: Mesh | Any, placements: Placements | None, dtype: torch.dtype | None, want: _Want) -> DTensor:
+def _new(size: Any, mesh: Mesh | Any, placements: Placements | None, dtype: torch.dtype | None, want: Want) -> DTensor:
     shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if torch.compiler.is_compiling():
-        traced: DTensor = torch.ops.shardwise.new(shape, mesh.write(), written(placements), dtype, want.value, want.draw)
+        told = (mesh.write(), written(placements), dtype, want.value, want.draw, LIBRARY.key())
+        traced: DTensor = torch.ops.shardwise.new(shape, *told)
         return traced
-    return _made(shape, Mesh.from_torch(mesh), placements, dtype, want)
+    return made_tensor(shape, Mesh.from_torch(mesh), placements, dtype, want)
 
 
-def _made(shape: Sequence[int], mesh: Mesh, placements: Any, dtype: torch.dtype, want: _Want) -> DTensor:
+def made_tensor(shape: Sequence[int], mesh: Mesh, placements: Any, dtype: torch.dtype, want: Want) -> DTensor:
+    """A new tensor."""
     wanted = [Replicate()] * mesh.ndim if placements is None else placements
     layout = make_layout(shape, mesh, wanted, dtype).reduced()
     if want.draw:
@@ -60,7 +63,7 @@ def zeros(
     >>> zeros(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _new(size, mesh, placements, dtype, _Want(0)).requires_grad_(requires_grad)
+    return _new(size, mesh, placements, dtype, Want(0)).requires_grad_(requires_grad)
 
 
 def ones(
@@ -72,7 +75,7 @@ def ones(
     >>> ones(6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(0)}).sum().item()
     6.0
     """
-    return _new(size, mesh, placements, dtype, _Want(1)).requires_grad_(requires_grad)
+    return _new(size, mesh, placements, dtype, Want(1)).requires_grad_(requires_grad)
 
 
 def full(
@@ -84,7 +87,7 @@ def full(
     >>> full((2, 3), 7.0, mesh=sw.init_mesh(tp=2)).sum().item()
     42.0
     """
-    return _new((size,), mesh, placements, dtype or torch.tensor(fill_value).dtype, _Want(fill_value))
+    return _new((size,), mesh, placements, dtype or torch.tensor(fill_value).dtype, Want(fill_value))
 
 
 def empty(
@@ -96,7 +99,7 @@ def empty(
     >>> empty(4, mesh=sw.init_mesh(tp=2), dtype=torch.int64)
     DTensor(i64[4], mesh=(tp=2))
     """
-    return _new(size, mesh, placements, dtype, _Want()).requires_grad_(requires_grad)
+    return _new(size, mesh, placements, dtype, Want()).requires_grad_(requires_grad)
 
 
 def rand(
@@ -108,7 +111,7 @@ def rand(
     >>> rand(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _new(size, mesh, placements, dtype, _Want(draw=uniform.operator)).requires_grad_(requires_grad)
+    return _new(size, mesh, placements, dtype, Want(draw=uniform.operator)).requires_grad_(requires_grad)
 
 
 def randn(
@@ -120,16 +123,4 @@ def randn(
     >>> randn(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _new(size, mesh, placements, dtype, _Want(draw=normal.operator)).requires_grad_(requires_grad)
-
-
-torch.library.define(
-    "shardwise::new", "(SymInt[] shape, str mesh, str placements, ScalarType dtype, Scalar? value, str draw) -> Tensor"
-)
-
-
-def _new_traced(shape: Any, mesh: str, placements: str, dtype: torch.dtype, value: Any, draw: str) -> Tensor:
-    return _made(shape, Mesh.read(mesh), as_read(placements), dtype, _Want(value, draw))
-
-
-torch.library.impl("shardwise::new", "CompositeImplicitAutograd", _new_traced)
+    return _new(size, mesh, placements, dtype, Want(draw=normal.operator)).requires_grad_(requires_grad)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 from pathlib import Path
+from typing import Any
 
+from ._torch import OpaqueBaseMeta, constant_type
 from .rules.table import fingerprint
 
 VERSION = "0.1.0"
@@ -28,3 +30,24 @@ def library_key() -> str:
     True
     """
     return f"{VERSION} {_sources()} {fingerprint()}"
+
+
+class Library(metaclass=OpaqueBaseMeta):
+    """This library as a constant of traced programs: what they call of it tells torch's keys the library's own."""
+
+    def key(self) -> str:
+        """A short digest of `library_key`."""
+        return hashlib.blake2b(library_key().encode(), digest_size=8).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Library)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        return "Library()", {"Library": Library}
+
+
+constant_type(Library)
+LIBRARY = Library()

@@ -17,14 +17,14 @@ from .comm.trace import current
 from .dispatch import dispatch
 from .errors import LayoutError, OperatorError
 from .form import Form, form_of
-from .identity import library_key
-from .layout import Factor, Layout, PerRank, Placements, as_read, dense_stride, make_layout, restore_layout, written
+from .identity import LIBRARY, library_key
+from .layout import Factor, Layout, PerRank, Placements, dense_stride, make_layout, restore_layout, written
 from .memo import memo
 from .mesh import Mesh
 from .placement import Placement, Replicate, Shard
 from .plan import plan
 from .redistribute import move, run
-from .tools import wrap
+from .tools import maker, wrap
 
 
 class DTensor(torch.Tensor):
@@ -72,7 +72,8 @@ class DTensor(torch.Tensor):
         DTensor(f32[2, 7@tp{3,4}], mesh=(tp=2))
         """
         if torch.compiler.is_compiling():
-            traced: DTensor = torch.ops.shardwise.from_local(local, mesh.write(), written(placements), shape, stride, run_check)
+            told = (mesh.write(), written(placements), shape, stride, run_check, LIBRARY.key())
+            traced: DTensor = torch.ops.shardwise.from_local(local, *told)
             return traced
         if isinstance(placements, Sequence):
             placements = tuple(placements)
@@ -81,8 +82,8 @@ class DTensor(torch.Tensor):
         else:
             size = None if shape is None else tuple(shape)
             steps = None if stride is None else tuple(stride)
-            layout = _assumed_layout(local.shape, local.dtype, mesh, placements, size, steps)
-        return _of_pieces(local, layout)
+            layout = assumed_layout(local.shape, local.dtype, mesh, placements, size, steps)
+        return of_pieces(local, layout)
 
     def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
         """What this rank holds (in a simulated world: the bundle of what each rank holds; on a rank that is not in the mesh: a
@@ -251,6 +252,11 @@ class DTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], form: Form, size: Any, stride: Any) -> DTensor:
         local = inner["_local"]
+        made = _made(form, tuple(size), local.dtype, tuple(stride)) if type(local) is Tensor else None
+        if made is not None:
+            self: DTensor = made[0]()
+            self._local, self._layout = local, made[1]
+            return self
         if None in size or None in stride:  # torch lost what it had found to be a number
             size = [held * form.parts(dim) for dim, held in enumerate(local.shape)]
             stride = dense_stride(size, local.stride())
@@ -287,6 +293,15 @@ class DTensor(torch.Tensor):
             if trace is not None:
                 trace.keyed = True
         return hashlib.blake2b(repr((library_key(), facts)).encode(), digest_size=20).hexdigest()
+
+
+@memo("outputs", limit=4096)
+def _made(form: Form, size: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...]) -> Any:
+    """How a result of a compiled program is made, and its layout; None where torch does not know all sizes."""
+    if None in size or None in stride:
+        return None
+    layout = form.layout(size, dtype, stride)
+    return maker(DTensor, layout), layout
 
 
 class Severed(DTensor):
@@ -347,13 +362,18 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, parameter: bool
 torch.serialization.add_safe_globals([_rebuild, restore_layout, Mesh, Factor])
 
 
+@memo("gradients", limit=4096)
+def _as_cut(grad: Layout, layout: Layout) -> Layout:
+    return layout.replace(stride=grad.stride, dtype=grad.dtype)
+
+
 def align_grad(grad: Any, layout: Layout) -> Any:
     """A gradient in the layout of what it is the gradient of."""
     if grad is None:  # no gradient flows
         return None
     if not isinstance(grad, DTensor):
         return distribute_tensor(grad, layout.mesh, layout, src_data_rank=None)
-    target = layout.replace(stride=grad._layout.stride, dtype=grad._layout.dtype)
+    target = _as_cut(grad._layout, layout)
     if grad._layout is target or grad.requires_grad:
         return grad.redistribute(placements=target)
     return wrap(DTensor, run(grad._local, plan(grad._layout, target), "gradient", target.shape), target)
@@ -403,7 +423,7 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         mesh = ctx.layout.mesh
         grad = door(mesh).each(_fitting, mesh, grad, PerRank(ctx.layout.local_shape))
-        return _of_pieces(grad, ctx.layout), None
+        return of_pieces(grad, ctx.layout), None
 
 
 def _fitting(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -424,7 +444,7 @@ class _ToPlain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         local = door(ctx.layout.mesh).replicate(grad, ctx.layout.mesh)
-        return _of_pieces(local, ctx.layout), None
+        return of_pieces(local, ctx.layout), None
 
 
 # ── layouts for the ways in ───────────────────────────────────────────────────────────────────────────────────────────
@@ -450,7 +470,7 @@ def _placed(have: Layout, mesh: Mesh, placements: tuple[Placement, ...] | None) 
 
 
 @memo("from_local", limit=4096)
-def _assumed_layout(local: Any, dtype: torch.dtype, mesh: Any, placements: Any, shape: Any, stride: Any) -> Layout:
+def assumed_layout(local: Any, dtype: torch.dtype, mesh: Any, placements: Any, shape: Any, stride: Any) -> Layout:
     """The layout of equal pieces, or of the chunks of `shape`."""
     if isinstance(placements, Layout):
         return placements
@@ -497,7 +517,8 @@ def _told_layout(dtype: torch.dtype, mesh: Mesh, placements: Any, shape: Any, st
     return None if shape is None else make_layout(tuple(shape), mesh, placements, dtype, stride)
 
 
-def _of_pieces(local: Tensor, layout: Layout) -> DTensor:
+def of_pieces(local: Tensor, layout: Layout) -> DTensor:
+    """The DTensor of which each rank gives its piece."""
     if local.requires_grad and torch.is_grad_enabled():
         found: DTensor = _FromLocal.apply(local, layout)
         return found
@@ -535,12 +556,13 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         return tensor.redistribute(on, placements)
     if torch.compiler.is_compiling():
-        traced: DTensor = torch.ops.shardwise.distribute(tensor, on.write(), written(placements), src_data_rank)
+        traced: DTensor = torch.ops.shardwise.distribute(tensor, on.write(), written(placements), src_data_rank, LIBRARY.key())
         return traced
-    return _distribute(tensor, on, placements, src_data_rank)
+    return distribute(tensor, on, placements, src_data_rank)
 
 
-def _distribute(tensor: Tensor, on: Mesh, placements: Any, src_data_rank: int | None) -> DTensor:
+def distribute(tensor: Tensor, on: Mesh, placements: Any, src_data_rank: int | None) -> DTensor:
+    """A plain tensor, spread over a mesh."""
     wanted = [Replicate()] * on.ndim if placements is None else placements
     layout = make_layout(tensor.shape, on, wanted, tensor.dtype)
     world = door(on, "distribute_tensor")
@@ -559,34 +581,3 @@ def _settled(x: Tensor) -> Tensor:
 def _own(x: Tensor) -> Tensor:
     x = _settled(x)
     return x.clone(memory_format=torch.contiguous_format)
-
-
-# ── the ways in as operators of a traced program ──────────────────────────────────────────────────────────────────────
-
-torch.library.define(
-    "shardwise::from_local", "(Tensor x, str mesh, str placements, SymInt[]? shape, SymInt[]? stride, bool check) -> Tensor"
-)
-torch.library.define("shardwise::distribute", "(Tensor x, str mesh, str placements, int? source) -> Tensor")
-
-
-def _from_local(x: Tensor, mesh: str, placements: str, shape: Any, stride: Any, check: bool) -> Tensor:
-    """`DTensor.from_local` where no rank can be asked for its shape: it is only known when the program runs."""
-    wanted = as_read(placements)
-    if isinstance(wanted, dict):
-        given = wanted
-        wanted = tuple(given.get(axis, Replicate()) for axis in Mesh.read(mesh).axes)
-    if check and shape is None and any(isinstance(placement, Shard) for placement in wanted):
-        raise LayoutError(
-            f"from_local of {list(x.shape)} in a compiled function: the ranks cannot compare the shapes of their pieces there; "
-            "give shape=, or promise with run_check=False that all pieces are equal"
-        )
-    size, steps = None if shape is None else tuple(shape), None if stride is None else tuple(stride)
-    return _of_pieces(x, _assumed_layout(x.shape, x.dtype, Mesh.read(mesh), wanted, size, steps))
-
-
-def _distributed(x: Tensor, mesh: str, placements: str, source: int | None) -> Tensor:
-    return _distribute(x, Mesh.read(mesh), as_read(placements), source)
-
-
-torch.library.impl("shardwise::from_local", "CompositeImplicitAutograd", _from_local)
-torch.library.impl("shardwise::distribute", "CompositeImplicitAutograd", _distributed)

@@ -34,6 +34,12 @@ def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:
     return self
 
 
+def maker(cls: Any, layout: Layout) -> Any:
+    """Makes a wrapper that shows the sizes of a layout; quicker where torch may work the strides out."""
+    strides = None if layout.stride == contiguous_stride(layout.shape) else layout.stride
+    return partial(make_wrapper, cls, layout.shape, strides, None, None, layout.dtype, torch.strided, layout.device)
+
+
 def _wrap_symbolic(cls: Any, local: Tensor, layout: Layout) -> Any:
     """The same for symbolic sizes: they are told by those of the local value, so that a tracer knows them."""
     form = form_of(layout)

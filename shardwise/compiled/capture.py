@@ -22,6 +22,8 @@ from .align import align_leaves
 from .passes import improve
 from .program import assemble
 from .show import show
+from .tidy import tidy
+
 
 class Captured(NamedTuple):
     """One local program: "forward", "backward" or (without gradients) "inference"."""
@@ -60,11 +62,13 @@ class Program:
 
     def _keep(self, part: str, gm: GraphModule) -> Callable[[list[Any]], Any]:
         improve(gm)
+        tidy(gm.graph)
+        gm.recompile()
         self.captured.append(Captured(part, gm))
         return assemble(gm.graph)
 
     def text(self) -> str:
-        """The local programs as text: one line for each operator, and for each collective the line of the user's that needs it."""
+        """The local programs as text: a line for each operator, and behind each collective the user's line that needs it."""
         return "\n\n".join(show(part, gm) for part, gm in self.captured)
 
     def print(self) -> None:
@@ -99,7 +103,7 @@ def _traceable(function: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
 
 
 def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function behind a code object of its own: what Dynamo knows of a function it knows of its code, and forgets with it."""
+    """The function behind a code object of its own: Dynamo keeps what it knows of a function with its code."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

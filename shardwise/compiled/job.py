@@ -37,7 +37,8 @@ class Compilation(NamedTuple):
     """One graph that went through `compile` in this process.
 
     key       of the program: the same on every rank and in every process that compiles the same
-    how       "compiled" here, "loaded" from the rank that compiled it, or a "hit" in this rank's own cache
+    how       "compiled" here, "loaded" from the rank that compiled it, a "hit" in this rank's own cache, or "failed" where that
+              rank did not deliver
     seconds   from Dynamo's graph to the compiled function, waiting included
     """
 
@@ -52,7 +53,7 @@ _report: deque[Compilation] = deque(maxlen=1000)
 def compile_report() -> tuple[Compilation, ...]:
     """What `compile` did in this process, the latest last (of very many, the last thousand).
 
-    >>> all(done.how in ("compiled", "loaded", "hit") for done in compile_report())
+    >>> all(done.how in ("compiled", "loaded", "hit", "failed") for done in compile_report())
     True
     """
     return tuple(_report)
@@ -111,12 +112,13 @@ class _Work:
         """The compiled function; where the rank that should have compiled failed, one that says so."""
         before = loaded_libraries() if self._shared else frozenset()
         try:
-            made = compile_graph(gm, inputs, self._local, settings)
+            made = compile_graph(gm, inputs, self._local, settings, at_once=self._shared)
             if self._election is not None and self._election.leads:
                 libraries = read_libraries(loaded_libraries() - before)
                 self._election.publish(pack(Parcel({"processor": processor()}, (artifacts(),), libraries)))
             return made
         except CompileError as error:
+            self.how = "failed"
             return _raises(error)  # what a backend raises, Dynamo would wrap in an error of its own
         except BaseException as error:
             if self._election is not None:
@@ -157,12 +159,12 @@ def program_key(gm: GraphModule, inputs: Sequence[Any], settings: dict[str, Any]
 
 
 def _digest(*texts: str) -> str:
-    return hashlib.blake2b("\0".join(texts).encode(), digest_size=16).hexdigest()
+    text = re.sub(r" at 0x[0-9a-f]+", "", "\0".join(texts))  # where Python keeps an object
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _text(gm: GraphModule) -> str:
-    code = "\n".join(part.code for part in gm.modules() if isinstance(part, GraphModule))
-    return re.sub(r" at 0x[0-9a-f]+", "", code)
+    return "\n".join(part.code for part in gm.modules() if isinstance(part, GraphModule))
 
 
 def _fact(value: Any) -> str:

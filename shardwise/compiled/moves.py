@@ -172,9 +172,8 @@ def _skip(inner: Move, node: Node) -> None:
 def expand_moves(graph: Graph, decompositions: dict[Any, Any] | None = None) -> int:
     """Every move becomes the operators and collectives of its plan's steps; these say in `meta["shardwise"]` what they serve.
 
-    A move stays whole, and finds its steps when it runs, where sizes are symbols; where its steps write into buffers, as they
-    do for unequal pieces; and where pieces on its way differ from rank to rank though those at its ends do not, since its
-    steps would make a program of all ranks one of this rank.
+    A move stays whole, and finds its steps when it runs, where sizes are symbols; where it cuts or joins pieces of different
+    sizes, since ranks would then have different programs; and where its steps write into buffers.
     """
     known: dict[Any, Graph] = {}
     changed = 0
@@ -193,9 +192,10 @@ def expand_moves(graph: Graph, decompositions: dict[Any, Any] | None = None) -> 
 
 
 def _is_alike(told: Move) -> bool:
-    """Whether ranks hold pieces of one shape all the way, or not even at the ends."""
-    way = plan(told.layout(told.have), told.layout(told.want)).layouts
-    return all(layout.even for layout in way) or not (way[0].even and way[-1].even)
+    """Whether the steps of a move are the same on all ranks: pieces of a dim may differ in size only if no step changes it."""
+    steps = plan(told.layout(told.have), told.layout(told.want)).steps
+    changed = [dims for step in steps for dims in zip(step.before.dims, step.after.dims, strict=True) if dims[0] != dims[1]]
+    return all(min(factor.sizes) == max(factor.sizes) for dims in changed for dim in dims for factor in dim)
 
 
 def _steps(told: Move, decompositions: dict[Any, Any] | None) -> Graph:

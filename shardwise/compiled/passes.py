@@ -72,10 +72,12 @@ def _is_awaited(node: Node) -> bool:
 
 
 def _wait_later(node: Node) -> bool:
-    place = node.next
+    place, passed = node.next, False
     while place.op != "output" and place not in node.users and not mutates(place):
+        passed |= not _is_awaited(place)
         place = place.next
-    moved = place is not node.next
-    if moved:
+    if passed:
+        while _is_awaited(place.prev):  # waits for the same user stay in their order
+            place = place.prev
         place.prepend(node)
-    return moved
+    return passed

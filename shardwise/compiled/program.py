@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .._torch import OpOverload, probe, quick_call
+from .._torch import OpOverload, below_autograd, probe, quick_call
 
 
 def assemble(graph: Graph) -> Callable[[list[Any]], Any]:
@@ -39,7 +39,10 @@ def assemble(graph: Graph) -> Callable[[list[Any]], Any]:
         gone = [names[old] for old in last.get(node, ())]
         lines += [f"del {', '.join(gone)}"] if gone else []
     unpack = [f"{', '.join(taken)}{',' if len(taken) == 1 else ''} = inputs"] if taken else []
-    source = "\n    ".join(["def program(inputs):", *unpack, "inputs.clear()", *lines])
+    scope["below_autograd"] = below_autograd  # gradients are the business of whoever runs this
+    source = "\n    ".join(
+        ["def program(inputs):", *unpack, "inputs.clear()", "with below_autograd():", *[f"    {x}" for x in lines]]
+    )
     exec(compile(source, "<captured program>", "exec"), scope)
     function: Callable[[list[Any]], Any] = scope["program"]
     return function

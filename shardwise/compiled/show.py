@@ -56,7 +56,9 @@ def _value(value: Any) -> str:
     if isinstance(value, Node):
         return value.name
     if isinstance(value, list | tuple):
-        return "(" + ", ".join(map(_value, value)) + ")" if isinstance(value, tuple) else "[" + ", ".join(map(_value, value)) + "]"
+        return (
+            "(" + ", ".join(map(_value, value)) + ")" if isinstance(value, tuple) else "[" + ", ".join(map(_value, value)) + "]"
+        )
     return str(value) if isinstance(value, torch.dtype | torch.device) else repr(value)
 
 

@@ -114,7 +114,7 @@ def compile_for_ever(*args: Any) -> Any:
 
 
 def die(*args: Any) -> Any:
-    time.sleep(2)
+    time.sleep(4)  # until the others wait
     os._exit(1)
 
 
@@ -127,7 +127,7 @@ def run_slow(folder: str) -> str:
 
 
 def run_death(folder: str) -> None:
-    shardwise.compiled.election.SILENCE = 3.0
+    shardwise.compiled.election.SILENCE = 2.0
     start = time.monotonic()
     told = attempt(folder, die)
     Path(folder, f"told{dist.get_rank()}").write_text(json.dumps([told, time.monotonic() - start]))
@@ -186,7 +186,7 @@ def hows(results: list[Any]) -> Counter[str]:
 
 
 def test_one_rank_compiles_and_the_others_load(cold: Pool, folder: str) -> None:
-    results = cold.run(run_train, folder, 16)
+    results = cold.run(run_train, folder, 16, timeout=300.0)
     reports = [report for report, _ in results]
     assert hows(reports) == {"compiled": 1, "loaded": 3}
     assert len({key for report in reports for key, _ in report}) == 1
@@ -195,7 +195,7 @@ def test_one_rank_compiles_and_the_others_load(cold: Pool, folder: str) -> None:
 
 
 def test_uneven_pieces_are_compiled_once_for_each_shape(cold: Pool, folder: str) -> None:
-    reports = [report for report, _ in cold.run(run_train, folder, 10)]
+    reports = [report for report, _ in cold.run(run_train, folder, 10, timeout=300.0)]
     assert hows(reports) == {"compiled": 2, "loaded": 2}
     assert reports[3][0][1] == "compiled", "3, 3, 3 and 1 rows"
 
@@ -237,7 +237,7 @@ def test_a_warm_start_compiles_nothing(cold: Pool, folder: str, request: pytest.
     warm = request.getfixturevalue("warm")
     before = kernels(folder)
     for rows in (16, 10):
-        assert hows([report for report, _ in warm.run(run_train, folder, rows)]) == {"hit": RANKS}
+        assert hows([report for report, _ in warm.run(run_train, folder, rows, timeout=300.0)]) == {"hit": RANKS}
     assert kernels(folder) == before
     empty = str(Path(folder, "empty"))
     for rows in (16, 10):
