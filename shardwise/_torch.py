@@ -46,6 +46,7 @@ __all__ = [
     "inductor_settings",
     "is_kept",
     "job_store",
+    "keep_alive",
     "known",
     "make_wrapper",
     "new_group",
@@ -141,6 +142,9 @@ def quick_call(func: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any
             return binding
     return func._op
 
+
+#: Tells graph passes that an operator matters though nothing uses its result.
+keep_alive: Any = torch.fx.node.has_side_effect
 
 #: Which arguments an operator writes to is told by its schema only.
 schema: Any = attrgetter("_schema")
@@ -302,11 +306,17 @@ def hit_recompile_limit(error: Exception) -> bool:
     return type(error).__name__ == "FailOnRecompileLimitHit"
 
 
-def local_graphs(gm: Any, inputs: Any, build: Callable[[str, Any], Callable[[list[Any]], Any]]) -> Any:
+def local_graphs(
+    gm: Any, inputs: Any, build: Callable[[str, Any], Callable[[list[Any]], Any]], prepare: Callable[[Any], Any] = lambda gm: gm
+) -> Any:
     """A function that does what a graph over tensors of any class does, by graphs over the plain tensors that they wrap:
-    `build` makes a function of a list from each. Only AOTAutograd traces through subclasses."""
+    `build` makes a function of a list from each; `prepare` sees forward and backward while they are still one graph. Only
+    AOTAutograd traces through subclasses."""
     backend = importlib.import_module("torch._functorch.aot_autograd").aot_module_simplified
-    partition = importlib.import_module("torch._functorch.partitioners").default_partition
+    split = importlib.import_module("torch._functorch.partitioners").default_partition
+
+    def partition(joint: Any, *args: Any, **kwargs: Any) -> Any:
+        return split(prepare(joint), *args, **kwargs)
 
     def compiler(part: str) -> Any:
         def made(graph: Any, _: Any) -> Any:

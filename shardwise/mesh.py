@@ -27,6 +27,11 @@ _meshes: dict[tuple[Any, ...], Mesh] = {}
 _GROUPS = ("auto", "explicit")
 
 
+def root_meshes() -> tuple[Mesh, ...]:
+    """The meshes made in this process so far, without their sub-meshes."""
+    return tuple(mesh for mesh in _meshes.values() if mesh.root is mesh)
+
+
 def quote(name: str) -> str:
     """A name with nothing in it that texts use as punctuation."""
     return _quote(name, safe="")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..errors import CompileError
 from ..identity import VERSION, library_key
-from ..mesh import Mesh, _meshes
+from ..mesh import Mesh, root_meshes
 from .election import Post, in_job
 from .job import TIMEOUT
 from .parcel import Parcel, install, loaded_libraries, pack, processor, read_libraries, unpack
@@ -69,7 +69,7 @@ def _facts() -> dict[str, Any]:
 def _shapes() -> set[tuple[tuple[str, int], ...]]:
     """The shapes of the meshes made so far in the world that a mesh made now would live in."""
     world = "processes" if dist.is_available() and dist.is_initialized() else "simulated"
-    return {tuple(mesh.shape.items()) for mesh in _meshes.values() if mesh.root is mesh and mesh.world == world}
+    return {tuple(mesh.shape.items()) for mesh in root_meshes() if mesh.world == world}
 
 
 def _check(facts: dict[str, Any], source: str, mesh: Mesh | None) -> None:

@@ -19,7 +19,8 @@ from torch.fx import GraphModule
 from .._torch import hit_recompile_limit, local_graphs
 from ..redistribute import whole_moves
 from .align import align_leaves
-from .passes import improve
+from .nodes import hold
+from .passes import improve, is_of_one_rank
 from .program import assemble
 from .show import show
 from .tidy import tidy
@@ -58,7 +59,7 @@ class Program:
 
     def _trace(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with whole_moves.set(True):
-            return local_graphs(align_leaves(gm, inputs), inputs, self._keep)
+            return local_graphs(align_leaves(gm, inputs), inputs, self._keep, _held)
 
     def _keep(self, part: str, gm: GraphModule) -> Callable[[list[Any]], Any]:
         improve(gm)
@@ -91,6 +92,12 @@ def capture(function: Callable[..., Any]) -> Program:
     8.0
     """
     return Program(function)
+
+
+def _held(joint: GraphModule) -> GraphModule:
+    if is_of_one_rank():
+        hold(joint.graph)
+    return joint
 
 
 def _traceable(function: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:

@@ -25,9 +25,12 @@ from .._torch import artifacts_of_block, compile_graph, compile_local, compiler_
 from ..errors import CompileError
 from ..form import form_of
 from ..identity import library_key
+from ..redistribute import whole_moves
 from ..tensor import DTensor
+from .align import align_leaves
 from .election import Election, in_job
 from .parcel import Parcel, install, loaded_libraries, pack, processor, read_libraries, unpack
+from .passes import inductor_pass
 
 #: Seconds that a rank waits, as a rule, for another one to compile.
 TIMEOUT = 600.0
@@ -86,9 +89,10 @@ class Backend:
         self, gm: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
     ) -> Any:
         start = time.monotonic()
-        settings = inductor_settings(mode, options, self.dynamic)
+        gm = align_leaves(gm, inputs)
+        settings = {"post_grad_custom_pre_pass": inductor_pass(), **inductor_settings(mode, options, self.dynamic)}
         work = _Work(program_key(gm, inputs, settings), self.timeout, _shared(inputs))
-        with artifacts_of_block() as artifacts:
+        with artifacts_of_block() as artifacts, whole_moves.set(True):
             made = work.run(gm, inputs, settings, artifacts)
         _report.append(Compilation(work.key, work.how, time.monotonic() - start))
         return made
@@ -174,5 +178,5 @@ def _fact(value: Any) -> str:
         return f"{facts} {_fact(value._local)}"
     if isinstance(value, Tensor):
         stride = value.stride() if value.layout is torch.strided else ()
-        return f"{value.dtype} {tuple(value.shape)} {stride} {value.device} {value.layout} {value.requires_grad}"
+        return f"{value.dtype} {tuple(value.shape)} {stride} {value.device.type} {value.layout} {value.requires_grad}"
     return str(value) if isinstance(value, int | float | bool | str | torch.SymInt | torch.SymFloat) else type(value).__name__

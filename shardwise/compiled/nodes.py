@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from .._torch import OpOverload, collectives, schema
+from .._torch import OpOverload, collectives, keep_alive, schema
 
 WAIT = collectives.wait_tensor.default
 CLONE = torch.ops.aten.clone.default
@@ -102,11 +102,37 @@ def replace(node: Node, other: Node) -> None:
     node.graph.erase_node(node)
 
 
-def remove_dead(graph: Graph) -> int:
-    """Remove what nobody uses. It always helps, also with collectives: every rank removes the same."""
+def remove_dead(graph: Graph, collectives_too: bool = False) -> int:
+    """Remove what nobody uses. Collectives only where asked for: every rank must remove the same."""
     before = len(graph.nodes)
     for node in reversed(graph.nodes):
-        if not node.users and (node.target is WAIT or not node.is_impure()):
+        spared = node.is_impure() and not (collectives_too and node.target in COMMUNICATION)
+        if not node.users and not spared:
             graph.erase_node(node)
     graph.lint()
     return before - len(graph.nodes)
+
+
+# ── keeping what a rank does not need ─────────────────────────────────────────────────────────────────────────────────
+
+torch.library.define("shardwise::keep", "(Tensor x) -> ()")
+torch.library.impl("shardwise::keep", "CompositeExplicitAutograd", lambda x: None)
+torch.library.register_fake("shardwise::keep", lambda x: None)
+KEEP = torch.ops.shardwise.keep.default
+keep_alive(KEEP)
+#: What matters though nothing uses its result, only because other ranks take part in it.
+COMMUNICATION = (WAIT, KEEP, torch.ops.shardwise.move.default, torch.ops.shardwise.exchange.default)
+
+
+def hold(graph: Graph) -> None:
+    """Let something use every wait. Who parts a graph into forward and backward removes collectives that this rank's graph does
+    not need, taking it for that of every rank."""
+    for node in [node for node in graph.nodes if node.target is WAIT]:
+        with graph.inserting_after(node):
+            graph.call_function(KEEP, (node,))
+
+
+def release(graph: Graph) -> None:
+    """Undo `hold`."""
+    for node in [node for node in graph.nodes if node.target is KEEP]:
+        graph.erase_node(node)

@@ -15,7 +15,7 @@ from .._torch import inductor_pass as new_inductor_pass
 from ..comm.trace import current
 from ..identity import library_key
 from .moves import expand_moves, merge_moves
-from .nodes import WAIT, is_view, mutates, remove_dead
+from .nodes import WAIT, is_view, mutates, release, remove_dead
 from .reductions import bucket, reduce_later
 
 
@@ -40,16 +40,18 @@ def inductor_pass() -> Any:
 
 def _improve(graph: Graph, decompositions: dict[Any, Any] | None = None) -> dict[str, int]:
     changes = {"merge_moves": merge_moves(graph), "expand_moves": expand_moves(graph, decompositions)}
-    dead = remove_dead(graph)
-    if not _is_of_one_rank():
+    release(graph)
+    alike = not is_of_one_rank()
+    dead = remove_dead(graph, alike)
+    if alike:
         changes["reduce_later"] = reduce_later(graph)
         changes["bucket"] = bucket(graph)
     changes["wait_late"] = wait_late(graph)
-    changes["remove_dead"] = dead + remove_dead(graph)
+    changes["remove_dead"] = dead + remove_dead(graph, alike)
     return changes
 
 
-def _is_of_one_rank() -> bool:
+def is_of_one_rank() -> bool:
     """Whether ranks may differ in the sizes of the program that is traced now: what is decided by sizes might differ, too, and
     with it the order of collectives over different groups."""
     trace = current()

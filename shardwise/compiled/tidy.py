@@ -106,7 +106,7 @@ def in_place(graph: Graph) -> int:
         with graph.inserting_before(node):
             graph.call_function(operator, node.args, node.kwargs)
         for result in list(node.users):
-            target = targets[result.args[1]]
+            target: Node = targets[result.args[1]]
             result.replace_all_uses_with(target)
             if written[target].args[1] is target:
                 graph.erase_node(written.pop(target))

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes.conftest import pool as pool
+
 HERE = Path(__file__).parent
 
 

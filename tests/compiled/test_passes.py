@@ -1,4 +1,4 @@
-"""Graph passes: on a fake job it is counted where each applies and where it must not; on Gloo ranks programs mean what they meant.
+"""Graph passes: on a fake job it is counted where each applies and where it must not; on Gloo ranks programs give the same.
 
 A program is traced once, with its moves whole, and runs both as it was traced and improved.
 """
@@ -21,16 +21,16 @@ from torch.fx import Graph, GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
+import shardwise.compiled.passes
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard
 from shardwise._torch import local_graphs
 from shardwise.compiled.align import align_leaves
 from shardwise.compiled.moves import MOVE, expand_moves, merge_moves
 from shardwise.compiled.nodes import WAIT, is_view, order
-from shardwise.compiled.passes import improve, inductor_pass, wait_late
+from shardwise.compiled.passes import _improve, improve, inductor_pass, wait_late
 from shardwise.compiled.reductions import SMALL, bucket
 from shardwise.redistribute import whole_moves
 from tests.conftest import SEED
-from tests.processes.pool import Pool
 from tests.simulated.test_programs import describe, programs
 from tests.simulated.test_programs import run as run_steps
 
@@ -79,9 +79,13 @@ class Traced:
 
 def starts(gm: GraphModule) -> Counter[str]:
     """The collectives of a program, and moves left whole, by name."""
-    names = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
-    found = [name.split(".")[1] for name in names if name.startswith(("_c10d_functional", "shardwise.move", "shardwise.exchange"))]
-    return Counter(name for name in found if name != "wait_tensor")
+    return Counter(sequence(gm))
+
+
+def sequence(gm: GraphModule) -> list[str]:
+    names = [str(node.target).split(".") for node in gm.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    ours = [name for space, name, _ in names if space in ("_c10d_functional", "shardwise")]
+    return [name for name in ours if name not in ("wait_tensor", "step")]
 
 
 def expanded(gm: GraphModule) -> GraphModule:
@@ -147,7 +151,7 @@ def gathered_for_another_and_cut(x: Any, w: Any, b: Any, v: Any) -> Any:
 
 def pending_again(x: Any, w: Any, b: Any, v: Any) -> Any:
     y = (x @ w).sum(0).redistribute(placements=WHOLE).redistribute(placements=[Partial(), R])
-    return total(y * 2)
+    return total((y * 2).tanh())
 
 
 def two_sums(x: Any, w: Any, b: Any, v: Any) -> Any:
@@ -229,7 +233,10 @@ MERGED: dict[Callable[..., Any], tuple[Counts, Counts]] = {
     gathered_and_cut_otherwise: ({"all_gather_into_tensor": 1, "all_reduce": 1}, {"all_to_all_single": 1, "all_reduce": 1}),
     gathered_for_another: ({"all_gather_into_tensor": 1, "all_reduce": 1},) * 2,
     gathered_for_another_and_cut: ({"all_gather_into_tensor": 1, "all_reduce": 1},) * 2,
-    pending_again: ({"reduce_scatter_tensor": 1, "all_gather_into_tensor": 1, "all_reduce": 1}, {"all_gather_into_tensor": 1, "all_reduce": 1}),
+    pending_again: (
+        {"reduce_scatter_tensor": 1, "all_gather_into_tensor": 1, "all_reduce": 1},
+        {"all_gather_into_tensor": 1, "all_reduce": 1},
+    ),
 }
 ONE_AND_TOTAL = {"all_to_all_single": 1, "all_reduce": 2}
 LATER: dict[Callable[..., Any], tuple[Counts, Counts]] = {
@@ -250,6 +257,11 @@ TOGETHER: dict[Callable[..., Any], tuple[Counts, Counts]] = {
 }
 COUNTS = {**MERGED, **LATER, **TOGETHER}
 EVERY = [*MERGED, *LATER, *UNMOVED, *TOGETHER, gradients, uneven]
+#: Which run on so many ranks: of two ranks, dp has one and tp has two.
+SHARE: dict[int, list[Callable[..., Any]]] = {
+    2: [*LATER, *UNMOVED, *TOGETHER, uneven],
+    4: [same_move_twice, gathered_and_cut, gathered_and_cut_otherwise, pending_again, three_sums, norms, gradients, uneven],
+}
 
 
 # ── a fake job: which collectives are left ──
@@ -382,7 +394,8 @@ def test_nothing_is_merged_or_awaited_across_a_write(job: Any) -> None:
     start = call(torch.ops._c10d_functional.all_gather_into_tensor.default, "x", 2, mesh.alias(("dp",)))
     graph = written(mesh, start, call(WAIT, Number(1)), call(aten.sin.default, "x"), write, call(aten.cos.default, "x"))
     assert wait_late(graph) == 1
-    assert [str(node.target).split(".")[1] for node in graph.nodes if node.op == "call_function"][1:4] == ["sin", "wait_tensor", "add_"]
+    names = [str(node.target).split(".")[1] for node in graph.nodes if node.op == "call_function"]
+    assert names == ["all_gather_into_tensor", "sin", "wait_tensor", "add_", "cos"]
 
 
 def test_large_tensors_are_reduced_alone(job: Any) -> None:
@@ -405,32 +418,30 @@ def test_large_tensors_are_reduced_alone(job: Any) -> None:
 # ── Inductor ──
 
 
+# Inductor imports what torch itself calls deprecated.
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 def test_inductor_runs_the_passes_and_keeps_its_programs(job: Any, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
-    counters = torch._dynamo.utils.counters["inductor"]
-    mesh = job()
-    hits = []
-    for _ in range(2):
+    left = []
+
+    def seen(graph: Graph, *args: Any) -> None:
+        _improve(graph, *args)
+        left.append(starts(graph.owning_module))
+
+    monkeypatch.setattr(shardwise.compiled.passes, "_improve", seen)
+    counters, mesh = torch._dynamo.utils.counters, job()
+    for hits in (0, 1):
         torch._dynamo.reset()
         counters.clear()
-        with whole_moves.set(True):
+        with whole_moves.set(True), torch.no_grad():
             compiled = torch.compile(norms, fullgraph=True, options={"post_grad_custom_pre_pass": inductor_pass()})
-            _, code = torch._inductor.utils.run_and_get_code(lambda: compiled(*inputs(mesh)))  # noqa: B023
-        assert sum(text.count("all_reduce_.default(") for text in code) == 1
-        hits.append(counters["fxgraph_cache_hit"])
-    assert hits[0] == 0 and hits[1] > 0
+            compiled(*inputs(mesh))
+        assert counters["inductor"]["fxgraph_cache_hit"] == hits
+    assert left == [{"all_reduce": 1}]
 
 
 # ── Gloo ranks: what comes out ──
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Callable[[int], Pool]]:
-    pools: dict[int, Pool] = {}
-    yield lambda size: pools.setdefault(size, Pool(size))
-    for each in pools.values():
-        each.close()
 
 
 def results(traced: Traced, better: bool, given: list[DTensor]) -> list[Tensor]:
@@ -447,10 +458,10 @@ def results(traced: Traced, better: bool, given: list[DTensor]) -> list[Tensor]:
 
 
 def compare(ranks: int) -> list[str]:
-    """Every program as traced and improved, and without any program; the names of those that ran."""
+    """Programs as traced and improved, and without any program; the names of those that ran."""
     mesh = sw.init_mesh(dp=ranks // 2, tp=2)
     ran = []
-    for function in EVERY:
+    for function in SHARE[ranks]:
         traced, given = Traced(function), inputs(mesh)
         eager = function(*given)
         for better in (False, True):
@@ -466,7 +477,7 @@ def compare(ranks: int) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_improved_programs_give_the_same(ranks: int, pool: Any) -> None:
-    assert pool(ranks).run(compare, ranks) == [[function.__name__ for function in EVERY]] * ranks
+    assert pool(ranks).run(compare, ranks) == [[function.__name__ for function in SHARE[ranks]]] * ranks
 
 
 @st.composite
@@ -488,8 +499,8 @@ def moved(x: Any, words: list[str]) -> Any:
     return x
 
 
-def random_programs(count: int) -> tuple[int, Counter[str]]:
-    """Run random programs as traced and improved; how many ran, and what the passes changed in all of them."""
+def random_programs(count: int) -> tuple[list[list[str]], Counter[str]]:
+    """Run random programs as traced and improved; the collectives of each, and what the passes changed in all of them."""
     ran, changes = [], Counter[str]()
 
     @seed(SEED)
@@ -504,23 +515,23 @@ def random_programs(count: int) -> tuple[int, Counter[str]]:
         def function(*values: Any) -> Any:
             made = [(name, lambda *of, f=f, m=m: moved(f(*of), m), of) for (name, f, of), m in zip(steps, moves, strict=True)]
             pool = run_steps(made, list(values))
-            bounded = sum(torch.tanh(value).square().sum().redistribute(placements=[R]) for value in pool)
-            return bounded, *(value for value in pool[len(values) :])
+            every = [torch.tanh(value).square().sum().redistribute(placements=[R]) for value in reversed(pool)]
+            return functools.reduce(torch.add, every), *(value.detach() for value in pool[len(values) :])
 
         traced = Traced(function)
         plain, improved = (results(traced, better, spread) for better in (False, True))
         for before, after in zip(plain, improved, strict=True):
             torch.testing.assert_close(after, before, atol=2e-4, rtol=2e-3, equal_nan=True)
-        ran.append(program)
+        ran.append([name for gm in traced.improved for name in sequence(gm)])
         for change in traced.changes:
             changes.update(change)
 
     one()
-    return len(ran), changes
+    return ran, changes
 
 
 def test_random_programs_give_the_same_improved(pool: Any) -> None:
-    (ran, changes), (_, others) = pool(2).run(random_programs, 40)
-    assert ran == 40
-    assert changes == others
-    assert all(changes[name] for name in ("merge_moves", "expand_moves", "bucket", "wait_late")), changes
+    (ran, changes), (others, _) = pool(2).run(random_programs, 10)
+    assert len(ran) == 10
+    assert ran == others, "ranks communicate differently"
+    assert all(changes.values()), changes

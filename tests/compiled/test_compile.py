@@ -1,0 +1,242 @@
+"""torch.compile over DTensors: one graph, the same on every rank, and the same values as operator by operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch.fx import GraphModule
+
+import shardwise as sw
+from shardwise import DTensor, Replicate, Shard
+from shardwise._torch import local_graphs
+from tests.compiled.functions import UNEVEN, assert_same, fake_job, functions, inputs, values
+
+AXES = {2: [{"tp": 2}], 4: [{"tp": 4}, {"dp": 2, "tp": 2}], 8: [{"a": 2, "b": 2, "c": 2}]}
+
+
+def compare(axes: dict[str, int], backend: str, names: list[str] | None = None) -> int:
+    """Run each function compiled and as it is on this rank; gives how many."""
+    mesh = sw.init_mesh(**axes)
+    chosen = {name: f for name, f in functions(mesh).items() if names is None or name in names}
+    for name, function in chosen.items():
+        torch._dynamo.reset()
+        assert_same(values(torch.compile(function, backend=backend, fullgraph=True), mesh), values(function, mesh), name)
+    return len(chosen)
+
+
+@pytest.mark.parametrize(("ranks", "axes"), [(n, axes) for n, several in AXES.items() for axes in several])
+def test_compiled_functions_mean_what_they_mean(ranks: int, axes: dict[str, int], pool: Any) -> None:
+    assert set(pool(ranks).run(compare, axes, "aot_eager")) == {21}
+
+
+def without_gradients(backend: str) -> float:
+    """Only the first rank needs the maximum and the sum, in which all take part."""
+    mesh = sw.init_mesh(tp=4)
+    x, w = inputs(mesh)
+    function = functions(mesh)["chosen"]
+    compiled = sw.capture(function) if backend == "captured" else torch.compile(function, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        return abs(compiled(x, w).item() - function(x, w).item())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "captured", "inductor"])
+def test_no_rank_leaves_out_a_collective(backend: str, pool: Any) -> None:
+    assert max(pool(4).run(without_gradients, backend)) < 1e-5
+
+
+@pytest.mark.parametrize("axes", [{"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
+def test_in_a_simulated_world(axes: dict[str, int]) -> None:
+    compare(axes, "aot_eager")
+
+
+def test_with_inductor(pool: Any) -> None:
+    names = ["products", "updated", "through_local", "spread_out", "sliced", "softmax"]
+    assert set(pool(2).run(compare, {"tp": 2}, "inductor", names)) == {6}
+
+
+# ── one program for every rank ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def graphs_of(function: Any, mesh: sw.Mesh) -> list[str]:
+    """The local graphs of a function, forward and backward, as text."""
+    found: list[str] = []
+
+    def keep(part: str, gm: GraphModule) -> Any:
+        found.append(f"{part} {gm.print_readable(print_output=False)}")
+        return lambda given: gm(*given)
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=lambda gm, given: local_graphs(gm, given, keep), fullgraph=True)(*inputs(mesh)).backward()
+    return found
+
+
+def test_graphs_are_the_same_on_every_rank() -> None:
+    graphs: list[dict[str, list[str]]] = []
+    for rank in range(4):
+        with fake_job(rank, 4):
+            mesh = sw.init_mesh(dp=2, tp=2)
+            even = {name: f for name, f in functions(mesh).items() if name not in UNEVEN}
+            graphs.append({name: graphs_of(function, mesh) for name, function in even.items() if name != "updated"})
+    for name, first in graphs[0].items():
+        assert len(first) == 2, name
+        assert all(other[name] == first for other in graphs[1:]), name
+
+
+def test_collectives_are_functional_and_named_alike() -> None:
+    with fake_job(1, 4):
+        mesh = sw.init_mesh(dp=2, tp=2)
+        text = "\n".join(graphs_of(functions(mesh)["softmax"], mesh))
+    assert f"_c10d_functional.all_reduce.default(amax, 'max', 'sw:{mesh.fingerprint}:tp')" in text
+    assert "wait_tensor" in text
+
+
+# ── random numbers ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_random_numbers_are_drawn_anew_in_every_call() -> None:
+    mesh = sw.init_mesh(dp=2, tp=2)
+    x = sw.ones(8, 16, mesh=mesh, placements={"dp": Shard(0)})
+
+    def noisy(x: DTensor) -> DTensor:
+        return F.dropout(x, 0.5) + torch.rand_like(x) + sw.randn(8, 16, mesh=mesh, placements={"tp": Shard(1)})
+
+    compiled = torch.compile(noisy, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(3)
+    want = [noisy(x).full_tensor() for _ in range(2)]
+    torch.manual_seed(3)
+    got = [compiled(x).full_tensor() for _ in range(2)]
+    assert not torch.equal(got[0], got[1])
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_a_generator_cannot_be_compiled() -> None:
+    x = sw.ones(8, mesh=sw.init_mesh(tp=2), placements=[Shard(0)])
+    generator = torch.Generator().manual_seed(0)
+    with pytest.raises(Exception, match="with a generator in a compiled function"):
+        torch.compile(lambda x: x.clone().uniform_(generator=generator), backend="aot_eager")(x)
+
+
+def test_pieces_whose_shapes_nobody_can_compare() -> None:
+    mesh = sw.init_mesh(tp=2)
+    local = sw.Bundle([torch.ones(2), torch.ones(2)])
+    with pytest.raises(Exception, match=r"give shape=, or promise with run_check=False"):
+        torch.compile(lambda x: DTensor.from_local(x, mesh, [Shard(0)]), backend="aot_eager", fullgraph=True)(local)
+
+
+# ── modules and optimizers ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def train(axes: dict[str, int], how: str) -> list[float]:
+    """The losses of a small model, trained for three steps."""
+    mesh = sw.init_mesh(**axes)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 8))
+    cuts: list[Any] = [{"tp": Shard(0)}, {"tp": Shard(0)}, {}, {}, {"tp": Shard(1)}, {}]
+    for (name, parameter), placements in zip(list(model.named_parameters()), cuts, strict=True):
+        owner, _, leaf = name.rpartition(".")
+        spread = sw.distribute_tensor(parameter.detach(), mesh, placements)
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(spread))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    draw = torch.Generator().manual_seed(1)
+    x = sw.distribute_tensor(torch.randn(8, 16, generator=draw), mesh, {mesh.axes[0]: Shard(0)})
+    target = sw.distribute_tensor(torch.randint(8, (8,), generator=draw), mesh, {mesh.axes[0]: Shard(0)})
+
+    def loss(x: DTensor, target: DTensor) -> Any:
+        return F.cross_entropy(model(x), target)
+
+    def clip() -> Any:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+    step: Any = optimizer.step
+    if how == "captured":
+        loss, clip, step = sw.capture(loss), sw.capture(clip), sw.capture(step)
+    elif how != "eager":
+        words = {"backend": how, "fullgraph": True}
+        loss, clip, step = torch.compile(loss, **words), torch.compile(clip, **words), torch.compile(step, backend=how)
+    losses = []
+    for _ in range(3):
+        value = loss(x, target)
+        value.backward()
+        norm = clip()
+        step()
+        optimizer.zero_grad()
+        losses += [value.item(), norm.item()]
+    return losses
+
+
+def compare_training(axes: dict[str, int], how: str) -> float:
+    torch._dynamo.reset()
+    want, got = train(axes, "eager"), train(axes, how)
+    return max(abs(a - b) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("how", ["aot_eager", "captured"])
+@pytest.mark.parametrize(("ranks", "axes"), [(2, {"tp": 2}), (4, {"dp": 2, "tp": 2})], ids=str)
+def test_training_with_optimizer_and_clipping(ranks: int, axes: dict[str, int], how: str, pool: Any) -> None:
+    assert max(pool(ranks).run(compare_training, axes, how)) < 1e-4
+
+
+def test_training_with_inductor(pool: Any) -> None:
+    assert max(pool(2).run(compare_training, {"tp": 2}, "inductor")) < 1e-4
+
+
+# ── sizes that change ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+CHANGING: dict[str, Any] = {
+    "flat": lambda x, w: F.linear(x, w.t()).view(-1),
+    "mean": lambda x, w: (x @ w).mean(0),
+    "softmax": lambda x, w: torch.softmax(x @ w, 0),
+    "normed": lambda x, w: F.layer_norm(x @ w, (32,)),
+    "joined": lambda x, w: torch.cat([x @ w, x @ w], 1),
+    "sliced": lambda x, w: (x @ w)[:, 2:8].sum(0),
+    "expanded": lambda x, w: (x @ w)[:, None].expand(-1, 3, -1) * 2,
+    "heads": lambda x, w: (x @ w).unflatten(1, (4, 8)).transpose(1, 2).reshape(-1, 8),
+    "moved": lambda x, w: (x @ w).redistribute(placements=[Shard(1), *[Replicate()] * (x.mesh.ndim - 1)]).exp(),
+    "gathered": lambda x, w: (x @ w).redistribute(placements=[Replicate()] * x.mesh.ndim).exp(),
+    "extreme": lambda x, w: (x @ w).max(0)[0],
+    "running": lambda x, w: (x @ w).cumsum(0),
+    "updated": lambda x, w: (x @ w).clone().mul_(2).add_(1),
+    "uneven": lambda x, w: (x @ w)[1:] * 2,
+}
+
+
+def change_sizes(axes: dict[str, int], dynamic: bool | None) -> dict[str, int]:
+    """How many graphs each function needed for four numbers of rows; raises where a value is wrong."""
+    mesh, found = sw.init_mesh(**axes), {}
+    for name, function in CHANGING.items():
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        for rows in (8, 12, 20, 16):
+            got = values(lambda x, w, c=compiled: c(x, w).square().sum(), mesh, rows)
+            assert_same(got, values(lambda x, w, f=function: f(x, w).square().sum(), mesh, rows), f"{name}, {rows} rows")
+        found[name] = counters["stats"]["unique_graphs"]
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "axes"), [(2, {"tp": 2}), (4, {"dp": 2, "tp": 2})], ids=str)
+def test_sizes_may_change(ranks: int, axes: dict[str, int], pool: Any) -> None:
+    for dynamic, most in ((True, 1), (None, 2)):
+        for found in pool(ranks).run(change_sizes, axes, dynamic):
+            uneven = found.pop("uneven")
+            assert uneven == 4  # pieces of given sizes are of one size only
+            assert max(found.values()) <= most, found
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_marked_dims(dim: int) -> None:
+    with fake_job(0, 2):
+        mesh = sw.init_mesh(tp=2)
+        counters.clear()
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: torch.relu(x).sum(1 - dim), backend="aot_eager", fullgraph=True)
+        for size in (8, 12, 20):
+            plain = torch.randn(size, 16) if dim == 0 else torch.randn(8, size)
+            x = sw.distribute_tensor(plain, mesh, [Shard(0)])
+            torch._dynamo.mark_dynamic(x, dim)
+            torch.testing.assert_close(compiled(x).to_local(), torch.relu(x.to_local()).sum(1 - dim))
+        assert counters["stats"]["unique_graphs"] == 1
