@@ -14,7 +14,7 @@ from .errors import (
     WorldError,
 )
 from .factories import empty, full, ones, rand, randn, zeros
-from .identity import VERSION
+from .identity import VERSION as __version__  # noqa: F401  known by this name
 from .layout import Layout
 from .layout import make_layout as layout
 from .memo import cache_clear, cache_info
@@ -24,7 +24,6 @@ from .plan import plan
 from .relabel import relabel
 from .tensor import DTensor, distribute_tensor
 
-__version__ = VERSION
 __all__ = [
     "Bundle",
     "CommunicationError",

@@ -67,8 +67,9 @@ def check_moves(moves: Iterable[tuple[int, Layout, Layout]], inputs: Sequence[La
         check(operator, sum(steps.bytes for steps in plans), describe)
 
 
-def run(local: Tensor, steps: Plan, operator: str, shape: Sequence[int]) -> Tensor:
-    """Run a plan's steps through the door; `shape` is that of the global tensor, in which sizes may be symbols."""
+def run(local: Tensor, steps: Plan, operator: str, shape: Sequence[int] | None = None) -> Tensor:
+    """Run a plan's steps through the door; `shape` is that of the global tensor where sizes are symbols."""
+    shape = steps.have.shape if shape is None else shape
     world = door(steps.have.mesh, operator)
     if is_symbolic(shape) and any(_is_explicit(layout) for layout in steps.layouts):
         shape = tuple(int(size) for size in shape)  # pieces of given sizes are of one size only

@@ -109,7 +109,7 @@ def _join(graph: Graph) -> int:
             _skip(inner, user)
         changed += len(chosen)
     if changed:
-        remove_dead(graph)
+        remove_dead(graph, collectives_too=True)
     return changed
 
 

@@ -1,8 +1,8 @@
 """Graph passes: what makes a local program better whatever it computes.
 
 `improve` takes the fx graph of a local program as AOTAutograd gives it, forward or backward, and rewrites it in place. Every
-rank has the same graph and rewrites it in the same way. Where ranks hold pieces of different shapes, only what does not depend
-on sizes is done.
+rank has the same graph and rewrites it in the same way. Where ranks hold pieces of different shapes, and so have graphs of
+their own, collectives stay as they are.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def inductor_pass() -> Any:
 
 
 def _improve(graph: Graph, decompositions: dict[Any, Any] | None = None) -> dict[str, int]:
-    changes = {"merge_moves": merge_moves(graph), "expand_moves": expand_moves(graph, decompositions)}
-    release(graph)
     alike = not is_of_one_rank()
+    changes = {"merge_moves": merge_moves(graph)} if alike else {}
+    changes["expand_moves"] = expand_moves(graph, decompositions)
+    release(graph)
     dead = remove_dead(graph, alike)
     if alike:
         changes["reduce_later"] = reduce_later(graph)
@@ -52,8 +53,8 @@ def _improve(graph: Graph, decompositions: dict[Any, Any] | None = None) -> dict
 
 
 def is_of_one_rank() -> bool:
-    """Whether ranks may differ in the sizes of the program that is traced now: what is decided by sizes might differ, too, and
-    with it the order of collectives over different groups."""
+    """Whether ranks may differ in the program that is traced now, in sizes or in what uses a value: what is decided by these
+    might differ, too, and with it the collectives."""
     trace = current()
     return trace is not None and trace.specific
 

@@ -349,7 +349,8 @@ def test_steps_say_what_they_serve(job: Any) -> None:
 def test_a_move_of_unequal_pieces_stays_whole(job: Any) -> None:
     traced = trace(uneven, job(), dynamo=True)
     assert starts(traced.improved[0])["move"] > 0
-    assert "bucket" not in traced.changes[0], "sizes differ from rank to rank, and may decide nothing"
+    left_out = {"merge_moves", "reduce_later", "bucket"} - set(traced.changes[0])
+    assert len(left_out) == 3, "sizes differ from rank to rank, and may decide nothing"
 
 
 # ── programs that write ──
