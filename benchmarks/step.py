@@ -71,8 +71,6 @@ WRAPS: dict[str, list[Wrap]] = {
     "ours torch.compile": COMPILED,
     "ours sw.compile": [lambda part: sw.compile(part, fullgraph=True), lambda part: sw.compile(part)],
 }
-# Rows that need a name of Shardwise, and are not available without it.
-NEEDS = {"ours captured": "capture", "ours sw.compile": "compile"}
 
 
 # ── the model ──
@@ -178,7 +176,7 @@ def tried(part: Callable, name: str, wraps: Sequence[Wrap], call: Callable[[Call
     notes = []
     for wrap in wraps:
         try:
-            wrapped = wrap(own_code(part, name))
+            wrapped = wrap(own_code(part, name) if isinstance(part, FunctionType) else part)
             call(wrapped)
             return wrapped, notes
         except Exception as error:
@@ -194,13 +192,10 @@ def make_row(name: str, program: Program, wraps: Sequence[Wrap]) -> Row:
     def loss_of(tokens, targets):
         return F.cross_entropy(gather(model(tokens)).flatten(0, 1), targets.flatten())
 
-    def update():
-        optimizer.step()
-
     start = time.perf_counter()
     loss_fn, notes = tried(loss_of, f"{name}: loss_fn", wraps, lambda f: f(tokens, targets).backward())
     # torch breaks the graph in `Optimizer.step` itself, so one whole graph is not asked for.
-    optimizer_step, more = tried(update, f"{name}: optimizer.step", wraps[-1:], lambda f: f())
+    optimizer_step, more = tried(optimizer.step, f"{name}: optimizer.step", wraps[-1:], lambda f: f())
     optimizer.zero_grad()
     first = time.perf_counter() - start
 
@@ -229,9 +224,6 @@ def make_rows(options: argparse.Namespace) -> dict[str, Row]:
         if side not in options.only:
             continue
         print(f"preparing: {name}", file=sys.stderr, flush=True)
-        if not hasattr(sw, NEEDS.get(name, "DTensor")):
-            rows[name] = Row(None, 0.0, [])
-            continue
         try:
             rows[name] = make_row(name, makers[side](), wraps)
         except Exception as error:

@@ -77,6 +77,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
             self.axes, self.sizes, self.ranks, self.device, self.world = content[:5]
             self.root = self if of is None else of
             self.slow, self.explicit, self._flattened = slow, explicit, set()
+            self.shape, self.size, self.ndim  # noqa: B018  a traced program reads only what is there already
             _meshes[content] = self
         return _meshes[content]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -52,7 +53,8 @@ def move(local: Tensor, have: Layout, want: Layout, operator: str = "", max_byte
     steps = plan(have, want, max_bytes)
     if operator and steps.collectives:
         check(operator, steps.bytes, lambda: f"{have} → {want}")
-    return run(local, steps, operator or "redistribute", have.shape)
+    with whole_moves.set(False) if max_bytes is not None else nullcontext():  # a move does not say how much it may hold
+        return run(local, steps, operator or "redistribute", have.shape)
 
 
 def check_moves(moves: Iterable[tuple[int, Layout, Layout]], inputs: Sequence[Layout], operator: str) -> None:
@@ -280,18 +282,21 @@ def _exchange_fake(x: Tensor, shape: Sequence[int], text: str) -> Tensor:
 
 
 def _step_fake(x: Tensor, shape: Sequence[int], text: str, part: str) -> Tensor:
-    if not is_symbolic(shape):
-        return _step(x, shape, text, part)
     kind, _, _, after = text.split(" | ")
-    if part == "before":
-        return x.new_empty((x.numel(),)) if kind == "all_to_all" else _laid_out(x, shape, after)
-    return _new_local(x, shape, after)
+    if part != "before":
+        return _new_local(x, shape, after)
+    if kind == "all_to_all":
+        return x.new_empty((x.numel(),))
+    return _laid_out(x, shape, text) if kind == "reduce_scatter" else _step(x, shape, text, part)
 
 
-def _laid_out(x: Tensor, shape: Sequence[int], after: str) -> Tensor:
-    """One piece of `after` behind the other."""
-    first, *rest = Form.read(after).layout(shape, x.dtype).local_shape(0)
-    return x.new_empty((x.numel() // math.prod((first, *rest)) * first, *rest))
+def _laid_out(x: Tensor, shape: Sequence[int], text: str) -> Tensor:
+    """One piece behind the other; pieces of different shapes lie flat, each in the room of the largest."""
+    layout = Form.read(text.split(" | ")[3]).layout(shape, x.dtype)
+    first, *rest = layout.local_shape(0)
+    if layout.even:
+        return x.new_empty((x.numel() // max(math.prod((first, *rest)), 1) * first, *rest))
+    return _step(x, shape, text, "before")
 
 
 # What one rank does not need another one may: no rank leaves out a communication as dead code. Inductor looks for waits only.

@@ -295,6 +295,18 @@ class DTensor(torch.Tensor):
         return hashlib.blake2b(repr((library_key(), facts)).encode(), digest_size=20).hexdigest()
 
 
+def _plain_tangent(tangent: Tensor, form: Any, expected_type: Any = None) -> DTensor | None:
+    """What stands for the gradient of a result that nothing was done with: zeros, as an ordinary tensor of the global shape."""
+    if expected_type is None or not issubclass(expected_type, DTensor) or not isinstance(form, Form):
+        return None
+    layout = form.layout(tangent.shape, tangent.dtype)
+    return distribute(tangent, layout.mesh, layout, None)
+
+
+# A compiled backward asks what it gets for it, and autograd gives an ordinary tensor there.
+torch.Tensor.__coerce_same_metadata_as_tangent__ = _plain_tangent  # type: ignore[attr-defined]
+
+
 @memo("outputs", limit=4096)
 def _made(form: Form, size: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...]) -> Any:
     """How a result of a compiled program is made, and its layout; None where torch does not know all sizes."""

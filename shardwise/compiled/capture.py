@@ -8,8 +8,6 @@ program runs, and nothing is compiled.
 from __future__ import annotations
 
 import functools
-import inspect
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +16,7 @@ from torch.fx import GraphModule
 
 from .._torch import hit_recompile_limit, local_graphs
 from ..redistribute import whole_moves
-from .align import align_leaves
+from .align import align_leaves, fresh, traceable
 from .nodes import hold
 from .passes import improve, is_of_one_rank
 from .program import assemble
@@ -38,12 +36,12 @@ class Program:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function, updated=())
-        self._function, self._without_grad = _traceable(function)
+        self._function, self._without_grad = traceable(function)
         self._start()
 
     def _start(self) -> None:
         self.captured: list[Captured] = []
-        self._call = torch.compile(_fresh(self._function), backend=self._trace, fullgraph=True, dynamic=False)
+        self._call = torch.compile(fresh(self._function), backend=self._trace, fullgraph=True, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -98,21 +96,3 @@ def _held(joint: GraphModule) -> GraphModule:
     if is_of_one_rank():
         hold(joint.graph)
     return joint
-
-
-def _traceable(function: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
-    """The function that is traced, and whether it runs without gradients."""
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, torch.optim.Optimizer) and getattr(function, "__name__", "") == "step":
-        # Around an optimizer's own step lie wrappers that look for hooks and refuse to be traced as a whole.
-        return functools.partial(inspect.unwrap(type(owner).step), owner), True
-    return function, False
-
-
-def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function behind a code object of its own: Dynamo keeps what it knows of a function with its code."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)

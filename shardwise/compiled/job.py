@@ -27,7 +27,7 @@ from ..form import form_of
 from ..identity import library_key
 from ..redistribute import whole_moves
 from ..tensor import DTensor
-from .align import align_leaves
+from .align import align_leaves, fresh, traceable
 from .election import Election, in_job
 from .parcel import Parcel, install, loaded_libraries, pack, processor, read_libraries, unpack
 from .passes import inductor_pass
@@ -75,7 +75,11 @@ def compile(model: Callable[..., Any] | None = None, *, timeout: float = TIMEOUT
     """
     if "backend" in options:
         raise CompileError("sw.compile is a backend around Inductor; for another backend call torch.compile itself")
-    return torch.compile(model, backend=Backend(float(timeout), options.get("dynamic")), **options)
+    traced, without_grad = traceable(model)
+    compiled = torch.compile(
+        fresh(traced) if without_grad else traced, backend=Backend(float(timeout), options.get("dynamic")), **options
+    )
+    return torch.no_grad()(compiled) if without_grad else compiled
 
 
 @dataclass(frozen=True)

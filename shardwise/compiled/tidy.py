@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .._torch import OpOverload
-from .nodes import remove_dead
+from .nodes import WAIT, is_view, remove_dead
 
 aten = torch.ops.aten
 _SHAPES = (aten.view.default, aten.expand.default, aten.reshape.default, aten._unsafe_view.default)
@@ -131,7 +131,20 @@ def _reads_later(target: Node, node: Node, write: Node, order: dict[Node, int]) 
     others = [arg for arg in node.args[1:] if isinstance(arg, list | tuple)]
     if any(target in arg for arg in others) or list(node.args[0]).count(target) > 1:  # type: ignore[arg-type]
         return True
-    return any(user not in (node, write) and order.get(user, -1) > order[node] for user in target.users)
+    return any(reader not in (node, write) and order.get(reader, -1) > order[node] for reader in _readers(target))
+
+
+def _readers(target: Node) -> list[Node]:
+    """Who reads what an input held, also through views; a collective reads until it was waited for."""
+    found = []
+    for user in target.users:
+        if is_view(user):
+            found += _readers(user)
+        elif getattr(user.target, "namespace", "") == "_c10d_functional":
+            found += [user, *(after for wait in user.users for after in (wait, *wait.users) if wait.target is WAIT)]
+        else:
+            found.append(user)
+    return found
 
 
 def _fits(node: Node, targets: Any) -> bool:
