@@ -264,7 +264,19 @@ def compile_local(gm: Any, inputs: Any, words: dict[str, Any]) -> tuple[Any, boo
     counters = importlib.import_module("torch._dynamo.utils").counters["inductor"]
     before, empty = counters["fxgraph_cache_hit"], _is_empty(gm)
     made = importlib.import_module("torch._inductor.compile_fx").compile_fx_inner(gm, inputs, **words)
+    if getattr(made, "current_callable", None) is not None:
+        made.current_callable = _below_autograd(made.current_callable)
     return made, counters["fxgraph_cache_hit"] == before and not empty
+
+
+def _below_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same without a look at autograd by each operator: torch's collectives do that in Python."""
+
+    def call(*args: Any) -> Any:
+        with below_autograd():
+            return function(*args)
+
+    return call
 
 
 def compiler_caches() -> bool:

@@ -17,7 +17,8 @@ from torch.fx import GraphModule
 from .._torch import hit_recompile_limit, local_graphs
 from ..redistribute import whole_moves
 from .align import align_leaves, fresh, traceable
-from .nodes import hold
+from .batch import batch
+from .nodes import hold, remove_dead
 from .passes import improve, is_of_one_rank
 from .program import assemble
 from .show import show
@@ -62,6 +63,8 @@ class Program:
     def _keep(self, part: str, gm: GraphModule) -> Callable[[list[Any]], Any]:
         improve(gm)
         tidy(gm.graph)
+        batch(gm.graph)
+        remove_dead(gm.graph)
         gm.recompile()
         self.captured.append(Captured(part, gm))
         return assemble(gm.graph)

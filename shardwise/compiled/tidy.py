@@ -23,6 +23,7 @@ _VIEWS = (*_SHAPES, aten.t.default, aten.transpose.int, aten.permute.default, at
 def tidy(graph: Graph) -> dict[str, int]:
     """Run these passes, and say how much each of them changed."""
     changes = {"drop_idle": drop_idle(graph), "join_views": join_views(graph), "same_views": same_views(graph)}
+    changes["turn_back"] = turn_back(graph)
     changes["in_place"] = in_place(graph)
     changes["copy_together"] = copy_together(graph)
     remove_dead(graph)
@@ -78,6 +79,18 @@ def same_views(graph: Graph) -> int:
             known[key] = node
         elif not _is_output(node):
             node.replace_all_uses_with(known[key])
+            graph.erase_node(node)
+            count += 1
+    return count
+
+
+def turn_back(graph: Graph) -> int:
+    """A transpose of a transpose is what was transposed. Results stay apart from what they are views of."""
+    count = 0
+    for node in list(graph.nodes):
+        source: Any = node.args[0] if node.target is aten.t.default else None
+        if getattr(source, "target", None) is aten.t.default and not _is_output(node):
+            node.replace_all_uses_with(source.args[0])
             graph.erase_node(node)
             count += 1
     return count
