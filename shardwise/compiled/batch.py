@@ -128,7 +128,45 @@ def as_vectors(graph: Graph) -> int:
         vectors[pieces] = vector
         graph.erase_node(node)
         count += 1
+    return count + _as_scalars(graph, vectors)
+
+
+def _as_scalars(graph: Graph, vectors: dict[Any, Any]) -> int:
+    """Numbers on the host that a list is combined with, one by one, are read there: a device gets them with its kernel."""
+    count, every = 0, list[Any](graph.nodes)
+    lists: dict[Any, Any] = {}
+    for node in every:
+        operator_ = _with_scalars(node, vectors)
+        if operator_ is None:
+            continue
+        source = node.args[1][0].args[0]
+        if source not in lists:
+            with graph.inserting_after(source):
+                lists[source] = graph.call_function(numbers, (vectors[source],))
+        node.target, node.args = operator_, (node.args[0], lists[source])
+        count += 1
     return count
+
+
+def numbers(vector: Tensor) -> list[float]:
+    """The elements of a vector."""
+    found: list[float] = vector.tolist()
+    return found
+
+
+def _with_scalars(node: Any, vectors: dict[Any, Any]) -> Any:
+    """`_foreach_div.ScalarList` for `_foreach_div.List` where the second list is that of a vector on the host."""
+    target: Any = node.target
+    others: Any = node.args[1] if len(node.args) == 2 else None
+    named = isinstance(target, OpOverload) and target._overloadname == "List" and not node.kwargs
+    if not named or target._schema.name.removeprefix("aten::_foreach_").removesuffix("_") not in ("add", "sub", "mul", "div"):
+        return None
+    source = others[0].args[0] if others and _number(others[0]) == 0 else None
+    if source not in vectors or [_number(x) for x in others] != list(range(len(others))):
+        return None
+    value = others[0].meta.get("val")
+    on_host = isinstance(value, Tensor) and value.device.type == "cpu" and value.dtype.is_floating_point
+    return target.overloadpacket.ScalarList if on_host and all(x.args[0] is source for x in others) else None
 
 
 _ALONE = ("add", "sub", "mul", "div", "pow", "neg", "sqrt", "reciprocal")
