@@ -25,6 +25,8 @@ from torch._opaque_base import OpaqueBaseMeta
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 __all__ = [
+    "HAS_KEYS",
+    "LOOKS_FOR_VIEWS",
     "READS_ATTRIBUTES",
     "HigherOrderOperator",
     "OpOverload",
@@ -190,8 +192,17 @@ def overloads(func: OpOverload, name: str) -> list[OpOverload]:
     return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
 
 
+#: Whether torch asks tensors of a class like ours what a key of its cache of compiled programs should say of them. Where it
+#: does not, the cache is off: a key without the library's own would outlive it.
+HAS_KEYS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+if not HAS_KEYS:
+    importlib.import_module("torch._functorch.config").enable_autograd_cache = False  # type: ignore[attr-defined]
+
 #: The module that, while it traces a function of the user's, reads attributes of tensors on the user's behalf.
 READS_ATTRIBUTES = "torch._dynamo.variables.tensor"
+
+#: The module that looks which results of a traced function are views of others.
+LOOKS_FOR_VIEWS = "torch._functorch._aot_autograd.collect_metadata_analysis"
 
 #: The trace that is going on, if any: torch keeps it from the first operator to the compiled backward.
 tracing_context: Any = torch._guards.TracingContext.try_get

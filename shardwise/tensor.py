@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import SymInt, Tensor
 
-from ._torch import READS_ATTRIBUTES, no_torch_function
+from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, no_torch_function
 from .comm import door
 from .comm.trace import current
 from .dispatch import dispatch
@@ -24,7 +24,7 @@ from .mesh import Mesh
 from .placement import Placement, Replicate, Shard
 from .plan import plan
 from .redistribute import move, run
-from .tools import maker, wrap
+from .tools import maker, with_dims, wrap
 
 
 class DTensor(torch.Tensor):
@@ -139,6 +139,14 @@ class DTensor(torch.Tensor):
         return torch.strided if asker.startswith("torch.") and asker != READS_ATTRIBUTES else self._layout
 
     @property
+    def _base(self) -> Any:
+        """What this is a view of. (A compiled function gives its results one by one: it would make views anew from their base
+        by `as_strided`, which is not theirs.)"""
+        asker = sys._getframe(1).f_globals.get("__name__", "")
+        found: Any = torch.Tensor._base
+        return None if asker == LOOKS_FOR_VIEWS else found.__get__(self)
+
+    @property
     def placements(self) -> tuple[Placement, ...]:
         """One placement per mesh axis."""
         return self._layout.placements
@@ -224,7 +232,7 @@ class DTensor(torch.Tensor):
             return
         kept = tuple(slice(i, i + 1 or None) if type(i) is int else i for i in several)
         if isinstance(value, Tensor) and value.ndim:
-            value = _with_dims(value, several, self.ndim)
+            value = with_dims(value, several, self.ndim)
         super().__setitem__(kept, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
@@ -257,6 +265,7 @@ class DTensor(torch.Tensor):
             self: DTensor = made[0]()
             self._local, self._layout = local, made[1]
             return self
+        door(form.mesh).ready(form.mesh)  # a program from a cache may run here without having been traced
         if None in size or None in stride:  # torch lost what it had found to be a number
             size = [held * form.parts(dim) for dim, held in enumerate(local.shape)]
             stride = dense_stride(size, local.stride())
@@ -347,19 +356,6 @@ DTensor.Severed = Severed
 def _writes(x: Tensor) -> int:
     """How often a tensor or a view of it was written to; -1 where torch does not count."""
     return -1 if x.is_inference() else x._version
-
-
-def _with_dims(value: Tensor, index: tuple[Any, ...], ndim: int) -> Tensor:
-    """`value` with a dim of size 1 for each integer of the index, so that it fits where integers became slices."""
-    missing = ndim - sum(i is not Ellipsis for i in index)
-    full = [i for j in index for i in ([slice(None)] * missing if j is Ellipsis else [j])]
-    full += [slice(None)] * (ndim - len(full))
-    for dim in range(ndim - 1, -1, -1):
-        behind = sum(type(i) is not int for i in full[dim + 1 :])
-        if type(full[dim]) is int and value.ndim >= behind:
-            inserted = sum(type(i) is int for i in full[dim + 1 :])
-            value = value.unsqueeze(value.ndim - behind - inserted)
-    return value
 
 
 def _like(x: Any, requires_grad: bool, parameter: bool) -> Any:

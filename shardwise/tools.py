@@ -142,3 +142,16 @@ class Tools:
                     found: Mesh = item._layout.mesh
                     return found
         raise OperatorError("an operator without a DTensor reached Shardwise; this is a fault of Shardwise")
+
+
+def with_dims(value: Tensor, index: tuple[Any, ...], ndim: int) -> Tensor:
+    """`value` with a dim of size 1 for each integer of the index, so that it fits where integers became slices."""
+    missing = ndim - sum(i is not Ellipsis for i in index)
+    full = [i for j in index for i in ([slice(None)] * missing if j is Ellipsis else [j])]
+    full += [slice(None)] * (ndim - len(full))
+    for dim in range(ndim - 1, -1, -1):
+        behind = sum(type(i) is not int for i in full[dim + 1 :])
+        if type(full[dim]) is int and value.ndim >= behind:
+            inserted = sum(type(i) is int for i in full[dim + 1 :])
+            value = value.unsqueeze(value.ndim - behind - inserted)
+    return value

@@ -79,6 +79,7 @@ class Processes:
         self._job: Callable[[], Any] = lambda: None
         self._groups: dict[tuple[Mesh, tuple[str, ...]], Group] = {}
         self._places: dict[Mesh, int] = {}
+        self._ready: set[Mesh] = set()
 
     def prepare(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
         """The group of this rank over `axes`, made if it is not there yet; collective over the group."""
@@ -90,6 +91,9 @@ class Processes:
 
     def ready(self, mesh: Mesh) -> None:
         """Make every group that a plan on the mesh may use; collective over the mesh."""
+        if self.place(mesh) < 0 or (mesh.root in self._ready and not mesh.explicit):
+            return
+        self._ready.add(mesh.root)
         axes = [axis for axis, n in mesh.root.shape.items() if n > 1]
         for count in range(1, len(axes) + 1):
             for chosen in combinations(axes, count):
@@ -111,6 +115,7 @@ class Processes:
             unregister_group(group.alias)
         self._groups.clear()
         self._places.clear()
+        self._ready.clear()
         self._job = weakref.ref(job)
 
     def _make(self, root: Mesh, axes: tuple[str, ...]) -> Group:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 
+from .._torch import tracing_context
 from ..errors import MeshError
 from ..mesh import Mesh
 from .context import Setting
@@ -31,7 +32,7 @@ def door(mesh: Mesh, operator: str = "") -> Door:
     'Simulated'
     """
     found = _doors[mesh.world]
-    return Recorder(found, operator) if logs.get() else found
+    return Recorder(found, operator) if logs.get() and tracing_context() is None else found  # tracing communicates nothing
 
 
 @contextlib.contextmanager

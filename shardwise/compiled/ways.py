@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm import door
 from ..errors import LayoutError
 from ..factories import Want, made_tensor
 from ..layout import as_read
@@ -20,6 +21,14 @@ from ..tensor import assumed_layout, distribute, of_pieces
 
 #: What a traced function of the user's may hold beside torch's own operators.
 WAYS = ("from_local", "distribute", "new")
+
+
+def _mesh(text: str) -> Mesh:
+    """The mesh of a traced program, with what a program on it needs, which may come from a cache."""
+    mesh = Mesh.read(text)
+    door(mesh).ready(mesh)
+    return mesh
+
 
 torch.library.define(
     "shardwise::from_local",
@@ -35,18 +44,18 @@ def _from_local(  # noqa: PLR0913  as the operator
     wanted = as_read(placements)
     if isinstance(wanted, dict):
         given = wanted
-        wanted = tuple(given.get(axis, Replicate()) for axis in Mesh.read(mesh).axes)
+        wanted = tuple(given.get(axis, Replicate()) for axis in _mesh(mesh).axes)
     if check and shape is None and any(isinstance(placement, Shard) for placement in wanted):
         raise LayoutError(
             f"from_local of {list(x.shape)} in a compiled function: the ranks cannot compare the shapes of their pieces there; "
             "give shape=, or promise with run_check=False that all pieces are equal"
         )
     size, steps = None if shape is None else tuple(shape), None if stride is None else tuple(stride)
-    return of_pieces(x, assumed_layout(x.shape, x.dtype, Mesh.read(mesh), wanted, size, steps))
+    return of_pieces(x, assumed_layout(x.shape, x.dtype, _mesh(mesh), wanted, size, steps))
 
 
 def _distributed(x: Tensor, mesh: str, placements: str, source: int | None, library: str) -> Tensor:
-    return distribute(x, Mesh.read(mesh), as_read(placements), source)
+    return distribute(x, _mesh(mesh), as_read(placements), source)
 
 
 torch.library.impl("shardwise::from_local", "CompositeImplicitAutograd", _from_local)
@@ -62,7 +71,7 @@ torch.library.define(
 def _new_traced(  # noqa: PLR0913  as the operator
     shape: Any, mesh: str, placements: str, dtype: torch.dtype, value: Any, draw: str, library: str
 ) -> Tensor:
-    return made_tensor(shape, Mesh.read(mesh), as_read(placements), dtype, Want(value, draw))
+    return made_tensor(shape, _mesh(mesh), as_read(placements), dtype, Want(value, draw))
 
 
 torch.library.impl("shardwise::new", "CompositeImplicitAutograd", _new_traced)

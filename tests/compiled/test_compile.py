@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule
 
 import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
-from shardwise._torch import local_graphs
+from shardwise._torch import HAS_KEYS, local_graphs
 from tests.compiled.functions import UNEVEN, assert_same, fake_job, functions, inputs, values
 
 AXES = {2: [{"tp": 2}], 4: [{"tp": 4}, {"dp": 2, "tp": 2}], 8: [{"a": 2, "b": 2, "c": 2}]}
@@ -30,7 +35,7 @@ def compare(axes: dict[str, int], backend: str, names: list[str] | None = None) 
 
 @pytest.mark.parametrize(("ranks", "axes"), [(n, axes) for n, several in AXES.items() for axes in several])
 def test_compiled_functions_mean_what_they_mean(ranks: int, axes: dict[str, int], pool: Any) -> None:
-    assert set(pool(ranks).run(compare, axes, "aot_eager")) == {21}
+    assert set(pool(ranks).run(compare, axes, "aot_eager")) == {20 + HAS_KEYS}
 
 
 def without_gradients(backend: str) -> float:
@@ -56,6 +61,27 @@ def test_in_a_simulated_world(axes: dict[str, int]) -> None:
 def test_with_inductor(pool: Any) -> None:
     names = ["products", "updated", "through_local", "spread_out", "sliced", "softmax"]
     assert set(pool(2).run(compare, {"tp": 2}, "inductor", names)) == {6}
+
+
+@pytest.mark.parametrize("placements", [{}, {"tp": Shard(0)}, {"tp": Shard(1)}], ids=str)
+def test_results_that_are_views_of_each_other(placements: Any) -> None:
+    mesh = sw.init_mesh(tp=2)
+
+    def views(x: DTensor) -> list[Any]:
+        y = x.neg()
+        row = y.select(0, 2)
+        return [y, row, row.flatten(), y[1:3], x.select(1, 1), x.select(1, 1).flatten(), *y.chunk(2)]
+
+    x = sw.distribute_tensor(torch.randn(4, 4, 3), mesh, placements)
+    for function in (torch.compile(views, backend="aot_eager", fullgraph=True), sw.capture(views)):
+        leaves = [x.clone().requires_grad_() for _ in range(2)]
+        got, want = function(leaves[0]), views(leaves[1])
+        assert len(got) == len(want) == 8
+        for i, (one, other) in enumerate(zip(got, want, strict=True)):
+            torch.testing.assert_close(one.detach().full_tensor(), other.detach().full_tensor(), msg=f"result {i}")
+        for several in (got, want):
+            sum((i + 1) * value.square().sum() for i, value in enumerate(several)).backward()
+        torch.testing.assert_close(leaves[0].grad.full_tensor(), leaves[1].grad.full_tensor())
 
 
 # ── one program for every rank ────────────────────────────────────────────────────────────────────────────────────────
@@ -92,6 +118,31 @@ def test_collectives_are_functional_and_named_alike() -> None:
         text = "\n".join(graphs_of(functions(mesh)["softmax"], mesh))
     assert f"_c10d_functional.all_reduce.default(amax, 'max', 'sw:{mesh.fingerprint}:tp')" in text
     assert "wait_tensor" in text
+
+
+def on_a_device_mesh() -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    local = torch.full((4, 16), float(dist.get_rank()))
+
+    on = sw.Mesh.from_torch(mesh)
+
+    def outside(local: torch.Tensor) -> Any:
+        return DTensor.from_local(local, on, [Shard(0), Shard(1)], run_check=False).sum().full_tensor()
+
+    return float(torch.compile(outside, backend="aot_eager", fullgraph=True)(local))
+
+
+def test_groups_of_a_device_mesh_are_made_when_it_is_traced(pool: Any) -> None:
+    assert pool(4).run(on_a_device_mesh) == [64.0 * (0 + 1 + 2 + 3)] * 4
+
+
+def test_tracing_is_no_communication() -> None:
+    mesh = sw.init_mesh(dp=2, tp=2)
+    x, w = inputs(mesh)
+    compiled = torch.compile(functions(mesh)["softmax"], backend="aot_eager", fullgraph=True)
+    with sw.trace_comm() as log:
+        compiled(x, w)
+    assert not log.records
 
 
 # ── random numbers ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -182,6 +233,40 @@ def test_training_with_optimizer_and_clipping(ranks: int, axes: dict[str, int], 
 
 def test_training_with_inductor(pool: Any) -> None:
     assert max(pool(2).run(compare_training, {"tp": 2}, "inductor")) < 1e-4
+
+
+def demo_losses(how: str) -> list[float]:
+    """The losses of the demo's first two steps, on this rank."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    demo = importlib.import_module("train_gpt")
+    mesh = sw.init_mesh(dp=2, tp=2)
+    torch.manual_seed(0)
+    model = demo.distribute(demo.GPT(), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=demo.RATE, foreach=True)
+
+    def loss_of(tokens: DTensor, targets: DTensor) -> Any:
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    step: Any = optimizer.step
+    if how == "captured":
+        loss_of, step = sw.capture(loss_of), sw.capture(step)
+    elif how != "eager":
+        loss_of, step = torch.compile(loss_of, backend=how, fullgraph=True), torch.compile(step, backend=how)
+    losses = []
+    for _, batch in zip(range(2), demo.batches(), strict=False):
+        tokens, targets = (sw.distribute_tensor(part, mesh, {"dp": Shard(0)}) for part in (batch[:, :-1], batch[:, 1:]))
+        loss = loss_of(tokens, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("how", ["aot_eager", "captured"])
+def test_the_demo_is_one_graph(how: str, pool: Any) -> None:
+    want, got = pool(4).run(demo_losses, "eager"), pool(4).run(demo_losses, how)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), atol=1e-4, rtol=1e-4)
 
 
 # ── sizes that change ─────────────────────────────────────────────────────────────────────────────────────────────────
