@@ -33,6 +33,7 @@ __all__ = [
     "OpOverloadPacket",
     "OpaqueBaseMeta",
     "artifacts_of_block",
+    "base_of",
     "below_autograd",
     "collectives",
     "compile_graph",
@@ -200,6 +201,9 @@ if not HAS_KEYS:
 
 #: The module that, while it traces a function of the user's, reads attributes of tensors on the user's behalf.
 READS_ATTRIBUTES = "torch._dynamo.variables.tensor"
+
+#: What a tensor is a view of; autograd alone knows.
+base_of: Any = torch.Tensor._base
 
 #: The module that looks which results of a traced function are views of others.
 LOOKS_FOR_VIEWS = "torch._functorch._aot_autograd.collect_metadata_analysis"

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import SymInt, Tensor
 
-from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, no_torch_function
+from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, base_of, no_torch_function
 from .comm import door
 from .comm.trace import current
 from .dispatch import dispatch
@@ -139,12 +139,11 @@ class DTensor(torch.Tensor):
         return torch.strided if asker.startswith("torch.") and asker != READS_ATTRIBUTES else self._layout
 
     @property
-    def _base(self) -> Any:
+    def _base(self) -> Any:  # type: ignore[override]
         """What this is a view of. (A compiled function gives its results one by one: it would make views anew from their base
         by `as_strided`, which is not theirs.)"""
         asker = sys._getframe(1).f_globals.get("__name__", "")
-        found: Any = torch.Tensor._base
-        return None if asker == LOOKS_FOR_VIEWS else found.__get__(self)
+        return None if asker == LOOKS_FOR_VIEWS else base_of.__get__(self)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
