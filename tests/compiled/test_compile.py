@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def test_collectives_are_functional_and_named_alike() -> None:
     with fake_job(1, 4):
         mesh = sw.init_mesh(dp=2, tp=2)
         text = "\n".join(graphs_of(functions(mesh)["softmax"], mesh))
-    assert f"_c10d_functional.all_reduce.default(amax, 'max', 'sw:{mesh.fingerprint}:tp')" in text
+    assert re.search(rf"_c10d_functional.all_reduce.default\(\w+, 'max', 'sw:{mesh.fingerprint}:tp'\)", text), text
     assert "wait_tensor" in text
 
 
@@ -162,13 +163,6 @@ def test_random_numbers_are_drawn_anew_in_every_call() -> None:
     got = [compiled(x).full_tensor() for _ in range(2)]
     assert not torch.equal(got[0], got[1])
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
-
-
-def test_a_generator_cannot_be_compiled() -> None:
-    x = sw.ones(8, mesh=sw.init_mesh(tp=2), placements=[Shard(0)])
-    generator = torch.Generator().manual_seed(0)
-    with pytest.raises(Exception, match="with a generator in a compiled function"):
-        torch.compile(lambda x: x.clone().uniform_(generator=generator), backend="aot_eager")(x)
 
 
 def test_pieces_whose_shapes_nobody_can_compare() -> None:
