@@ -34,7 +34,7 @@ from .kernels import (
     swapping,
     taking,
 )
-from .layout import Layout, SymbolicLayout
+from .layout import Layout
 from .memo import memo
 from .mesh import quote
 from .plan import Plan, plan
@@ -267,8 +267,6 @@ def _exchange_now(x: Tensor, shape: Sequence[int], text: str) -> Tensor:
 
 def _new_local(x: Tensor, shape: Sequence[int], form: str) -> Tensor:
     layout = Form.read(form).layout(shape, x.dtype)
-    if isinstance(layout, SymbolicLayout):
-        return x.new_empty(layout.local_shape(0))
     made: Tensor = door(layout.mesh).each(x.new_empty, layout.mesh, PerRank(layout.local_shape))
     return made
 
@@ -293,8 +291,8 @@ def _step_fake(x: Tensor, shape: Sequence[int], text: str, part: str) -> Tensor:
 def _laid_out(x: Tensor, shape: Sequence[int], text: str) -> Tensor:
     """One piece behind the other; pieces of different shapes lie flat, each in the room of the largest."""
     layout = Form.read(text.split(" | ")[3]).layout(shape, x.dtype)
-    first, *rest = layout.local_shape(0)
     if layout.even:
+        first, *rest = layout.local_shape(0)
         return x.new_empty((x.numel() // max(math.prod((first, *rest)), 1) * first, *rest))
     return _step(x, shape, text, "before")
 

@@ -266,10 +266,13 @@ class DTensor(torch.Tensor):
             return self
         door(form.mesh).ready(form.mesh)  # a program from a cache may run here without having been traced
         if None in size or None in stride:  # torch lost what it had found to be a number
-            size = [held * form.parts(dim) for dim, held in enumerate(local.shape)]
+            size = [
+                n * form.parts(dim) if told is None else told
+                for dim, (n, told) in enumerate(zip(local.shape, size, strict=True))
+            ]
             stride = dense_stride(size, local.stride())
-        for dim, (whole, held) in enumerate(zip(size, local.shape, strict=True)):
-            if isinstance(whole, SymInt) and whole != held * form.parts(dim):
+        for dim, (whole, piece) in enumerate(zip(size, local.shape, strict=True)):
+            if isinstance(whole, SymInt) and whole != piece * form.parts(dim):
                 int(whole)  # uneven, and so of one size only
         return wrap(DTensor, local, form.layout(size, local.dtype, stride))
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from ._torch import known, make_wrapper, rebuilt, unseen
 from .comm import door
@@ -43,7 +43,8 @@ def maker(cls: Any, layout: Layout) -> Any:
 def _wrap_symbolic(cls: Any, local: Tensor, layout: Layout) -> Any:
     """The same for symbolic sizes: they are told by those of the local value, so that a tracer knows them."""
     form = form_of(layout)
-    shape = [held * form.parts(dim) if form.parts(dim) > 1 else held for dim, held in enumerate(local.shape)]
+    held = [n * form.parts(dim) if form.parts(dim) > 1 else n for dim, n in enumerate(local.shape)]
+    shape = [told if isinstance(size, SymInt) else size for size, told in zip(layout.shape, held, strict=True)]
     stride = [rebuilt(step, (*shape, *local.shape, *contiguous_stride(shape))) for step in layout.stride]
     with unseen():
         shape, stride = [known(n) for n in shape], [known(n) for n in stride]

@@ -64,7 +64,7 @@ def test_refused_for_a_given_mesh(tmp_path: Path) -> None:
 
 def test_refused_before_there_is_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "file", {"meshes": [{"dp": 2}]})
-    monkeypatch.setattr(artifacts, "_meshes", {})
+    monkeypatch.setattr(artifacts, "root_meshes", lambda: ())
     with pytest.raises(CompileError, match=r"there is no mesh here yet; load it after sw\.init_mesh, or pass the mesh"):
         load_artifacts(path)
 
