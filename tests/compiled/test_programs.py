@@ -20,7 +20,7 @@ from tests.laws import distributed
 from tests.processes.test_programs import MESHES
 from tests.simulated.test_programs import describe, programs, run
 
-COUNT = int(os.environ.get("SHARDWISE_COMPILED", "40"))
+COUNT = int(os.environ.get("SHARDWISE_COMPILED", "24"))
 BACKEND = os.environ.get("SHARDWISE_BACKEND", "aot_eager")
 
 
