@@ -1,4 +1,4 @@
-"""Tests that compile: in one worker, since compilers in several would fight over the cores."""
+"""Tests that compile: in one worker, with those that start processes, since they would fight over the cores."""
 
 from pathlib import Path
 
@@ -14,4 +14,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep these tests in one worker under `--dist loadgroup`."""
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("compiled"))
+            item.add_marker(pytest.mark.xdist_group("processes"))
