@@ -302,8 +302,8 @@ def change_sizes(axes: dict[str, int], dynamic: bool | None) -> dict[str, int]:
 def test_sizes_may_change(ranks: int, axes: dict[str, int], pool: Any) -> None:
     for dynamic, most in ((True, 1), (None, 2)):
         for found in pool(ranks).run(change_sizes, axes, dynamic):
-            cut = {name: found.pop(name) for name in ("uneven", "sliced")}
-            assert max(cut.values()) <= 4, cut  # a slice of a cut dim has pieces of given sizes, and they are of one size only
+            cut = {name: found.pop(name) for name in ("uneven", "sliced", "joined")}
+            assert max(cut.values()) <= 4, cut  # parts of a cut dim have pieces of given sizes, and they are of one size only
             assert max(found.values()) <= most, found
 
 
