@@ -64,6 +64,7 @@ def ranks(kind: str, layout: Layout, axes: Sequence[str]) -> int:
 
 
 def divided(x: Tensor, count: int) -> Tensor:
+    """A reduced value, divided where an average was pending."""
     if count == 1:
         return x
     return x / count if x.is_floating_point() or x.is_complex() else x // count
@@ -186,6 +187,7 @@ def _count(index: Index) -> int:
 
 
 def filled(x: Tensor, received: Tensor, shape: tuple[int, ...], parcels: Sequence[Parcel], own: tuple[Block, ...]) -> Tensor:
+    """A rank's new tensor: what came, and what it had of it already."""
     if own and not parcels:
         return cut_out(x, shape, own)
     if len(parcels) == 1 and parcels[0].shape == shape:
@@ -228,6 +230,7 @@ def _pairs(group: tuple[int, ...], held: PerRank, wanted: PerRank) -> dict[int, 
 
 @memo("takes", limit=4096)
 def taking(step: Step) -> Kernel:
+    """How to keep a part."""
     return cut_out, PerRank(step.after.local_shape), _own(step)
 
 
@@ -242,6 +245,7 @@ NEUTRAL = {"sum": 0, "product": 1, "bxor": 0}
 
 @memo("splits", limit=4096)
 def splitting(step: Step) -> Kernel:
+    """How one rank keeps the value and the others what leaves it as it is; nothing where all may keep it."""
     mesh, pending = step.before.mesh, dict(step.after.partials)
     axes = [mesh.axes.index(axis) for axis in step.axes if pending[axis] in NEUTRAL]
     if not axes:
@@ -256,6 +260,7 @@ def _keep(x: Tensor, mine: bool, fill: int) -> Tensor:
 
 @memo("embeddings", limit=4096)
 def embedding(step: Step) -> Kernel:
+    """How to put a piece among what changes nothing."""
     kind = dict(step.after.partials)[step.axes[0]]
     fill, scale = identity(kind, step.after.dtype), ranks("avg", step.after, step.axes)
     return _among, PerRank(step.after.local_shape), _own(step), fill, scale

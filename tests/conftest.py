@@ -1,7 +1,9 @@
 """What every test shares: one thread per process, so that parallel workers do not fight over cores; and the seed, shown."""
 
 import os
+from pathlib import Path
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
@@ -13,3 +15,15 @@ SEED = int(os.environ.get("SHARDWISE_SEED", "20261115"))
 
 def pytest_report_header() -> str:
     return f"random programs: {PROGRAMS}, seed {SEED} (SHARDWISE_PROGRAMS, SHARDWISE_SEED)"
+
+
+HEAVY = [Path(__file__).parent / name for name in ("processes", "compiled")]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep tests that start processes or compile in one worker under `--dist loadgroup`: one set of pools serves them all, and
+    they do not fight over the cores."""
+    for item in items:
+        if any(folder in item.path.parents for folder in HEAVY):
+            item.add_marker(pytest.mark.xdist_group("processes"))
