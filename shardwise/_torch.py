@@ -84,9 +84,10 @@ decompositions: dict[Any, Any] = torch._decomp.decomposition_table
 #: In the block operators skip what autograd would do, which costs more than some of them.
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 
-#: Runs an operator on a wrapper itself, not on what it wraps: how the sizes of a wrapper change in place.
 #: How many dispatch modes (tracers, say) see the operators that run now; no public function tells.
 dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+
+#: Runs an operator on a wrapper itself, not on what it wraps: how the sizes of a wrapper change in place.
 no_dispatch: Any = torch._C._DisableTorchDispatch
 
 #: The compiled function under an overload: calling it saves a Python frame.

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .._torch import trace_local
-from ..comm.trace import current
 from ..errors import PlanError
 from ..form import Form
 from ..layout import Layout
@@ -204,12 +203,8 @@ def _steps(told: Move, decompositions: dict[Any, Any] | None) -> Graph:
     def program(x: Tensor) -> Tensor:
         return move(x, have, want).contiguous()
 
-    trace = current()
-    before = trace is not None and trace.specific
     with whole_moves.set(False):
         steps: Graph = trace_local(program, value(told.x), decompositions)
-    if trace is not None:
-        trace.specific = before  # what steps do with pieces differs from rank to rank, but their operators hold nothing of it
     return steps
 
 
