@@ -66,9 +66,9 @@ def main(rows):
             got = got.full_tensor() if isinstance(got, DTensor) else got
             pairs = [(got, want), (x.grad.full_tensor(), a.grad), (w.grad.full_tensor(), b.grad)]
             right = right and all(torch.allclose(one, other, atol=1e-5) for one, other in pairs)
-            print(f"{mesh} {name}: {got.item():.6f}, one device {want.item():.6f}", flush=True)
+            say(f"{mesh} {name}: {got.item():.6f}, one device {want.item():.6f}")
     cache = {key: value for key, value in counters["aot_autograd"].items() if "cache" in key}
-    print(json.dumps({"rank": torch.distributed.get_rank(), "right": right, **cache}), flush=True)
+    say(json.dumps({"rank": torch.distributed.get_rank(), "right": right, **cache}))
     return right
 
 
@@ -82,6 +82,11 @@ def on_one_device(name, x, w):
     if name == "slicing":
         return (x[1:-1] * w[1:-1]).exp().sum()
     return (torch.tanh(w) * x).sum() if name == "taking" else (x * 2 * w)[:3].sum()
+
+
+def say(line):
+    """Print a line in one piece, though other ranks print too."""
+    print(f"{line}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,8 @@ def pytest_report_header() -> str:
 HEAVY = [Path(__file__).parent / name for name in ("processes", "compiled")]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Keep tests that start processes or compile in one worker under `--dist loadgroup`: one set of pools serves them all, and
-    they do not fight over the cores."""
-    for item in items:
-        if any(folder in item.path.parents for folder in HEAVY):
-            item.add_marker(pytest.mark.xdist_group("processes"))
+    they do not fight over the cores. (xdist reads the groups before any hook that is called after the collection.)"""
+    if any(folder in item.path.parents for folder in HEAVY):
+        item.add_marker(pytest.mark.xdist_group("processes"))

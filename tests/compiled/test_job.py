@@ -205,11 +205,6 @@ def test_sizes_as_symbols(cold: Pool, folder: str) -> None:
     assert hows(reports) == {"compiled": 1, "loaded": 3}
 
 
-#: Open: in whole runs of the tests a rank compiles again what its folder should have; by themselves these pass.
-not_in_whole_runs = pytest.mark.xfail(strict=False, reason="a rank compiles again what its folder should have")
-
-
-@not_in_whole_runs
 def test_compiling_again_in_the_same_process_finds_it(cold: Pool, folder: str) -> None:
     for reports in cold.run(run_again, folder, 16):
         assert hows(reports) == {"hit": 2}
@@ -235,7 +230,6 @@ def test_a_rank_waits_no_longer_than_told(cold: Pool, folder: str) -> None:
 # ── the second start ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@not_in_whole_runs
 def test_a_warm_start_compiles_nothing(cold: Pool, folder: str, request: pytest.FixtureRequest) -> None:
     path = str(Path(folder, "artifacts"))
     cold.run(run_save, path)

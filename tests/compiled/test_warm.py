@@ -16,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "warm_cache.py"
 
 def run(ranks: int, rows: int, cache: Path, hash_seed: str) -> list[dict[str, int]]:
     """What every rank reports."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONHASHSEED": hash_seed}
     done = subprocess.run([*command, str(EXAMPLE), str(rows)], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
