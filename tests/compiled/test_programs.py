@@ -79,4 +79,5 @@ def test_programs_in_a_simulated_world() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_programs_on_processes(ranks: int, pool: Any) -> None:
-    assert pool(ranks).run(on_this_rank, ranks, COUNT // 2) == [COUNT // 2] * ranks
+    count = COUNT // 4
+    assert pool(ranks).run(on_this_rank, ranks, count, timeout=60.0 * count) == [count] * ranks
