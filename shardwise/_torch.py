@@ -23,6 +23,7 @@ from torch._C import _distributed_c10d
 from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._opaque_base import OpaqueBaseMeta
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 __all__ = [
     "HAS_KEYS",
@@ -56,6 +57,7 @@ __all__ = [
     "no_dispatch",
     "no_modes",
     "no_torch_function",
+    "optimizer_hooks",
     "overloads",
     "probe",
     "quick_call",
@@ -65,6 +67,7 @@ __all__ = [
     "register_group",
     "schema",
     "trace_local",
+    "trace_whole_steps",
     "tracing_context",
     "unregister_group",
     "unseen",
@@ -363,6 +366,76 @@ def local_graphs(
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
+
+
+def optimizer_hooks(optimizer: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """The hooks before and after a step of an optimizer, those of all optimizers among them, in the order of their calls."""
+    before = _global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()
+    return before, (optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values())
+
+
+def trace_whole_steps(methods: dict[str, Callable[..., Any]]) -> None:
+    """Let Dynamo trace `Tensor.backward`, and `methods` in place of those of an optimizer, for backends with a true attribute
+    `whole_steps`: it can do the first, behind a setting, and it knows optimizers, whose gradients it takes from the parameters,
+    but not yet gradients that a backward in the same graph made."""
+    variables = importlib.import_module("torch._dynamo.variables.optimizer")
+    found = variables.OptimizerVariable
+    if getattr(found, "shardwise", False):
+        return
+    found.shardwise = True
+    tensor = importlib.import_module("torch._dynamo.variables.tensor").TensorVariable
+    method = importlib.import_module("torch._dynamo.variables.functions").UserMethodVariable
+    settings = importlib.import_module("torch._dynamo.config")
+    backward, attribute, call, wrap = tensor.method_backward, found.var_getattr, found.call_method, found.wrap_tensor
+    refuse = found.graph_break_if_pending_mutation
+    made: dict[int, Any] = {}  # what stands for a gradient, to the gradient in the graph
+
+    def is_whole(tx: Any) -> bool:
+        return getattr(getattr(tx.output.compiler_fn, "compiler_fn", None), "whole_steps", False)
+
+    def trace_backward(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        with settings.patch(trace_autograd_ops=True) if is_whole(tx) else contextlib.nullcontext():
+            return backward(self, tx, *args, **kwargs)
+
+    def get_attribute(self: Any, tx: Any, name: str) -> Any:
+        return method(methods[name], self) if name in methods and is_whole(tx) else attribute(self, tx, name)
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """While torch sets up the optimizer's state, parameters stand for their own gradients, of the same shapes."""
+        before = []
+        if name == "_init_group" and is_whole(tx):
+            for p, gradient in _pending_gradients(self.value, tx):
+                before.append((p, p.grad))
+                p.grad = p.detach()
+                made[id(p.grad)] = gradient
+        try:
+            return call(self, tx, name, args, kwargs)
+        finally:
+            for p, gradient in before:
+                made.pop(id(p.grad))
+                p.grad = gradient
+
+    def wrap_tensor(self: Any, tx: Any, value: Any) -> Any:
+        return made[id(value)] if id(value) in made else wrap(self, tx, value)
+
+    def check_pending(self: Any, tx: Any) -> None:
+        if not made:
+            refuse(self, tx)
+
+    tensor.method_backward, found.var_getattr, found.call_method = trace_backward, get_attribute, call_method
+    found.wrap_tensor, found.graph_break_if_pending_mutation = wrap_tensor, check_pending
+
+
+def _pending_gradients(optimizer: Any, tx: Any) -> Iterator[tuple[Any, Any]]:
+    """Parameters and the gradients that they have in Dynamo's graph only."""
+    effects = tx.output.side_effects
+    tensors = importlib.import_module("torch._dynamo.variables.tensor").TensorVariable
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        variable = effects.id_to_variable.get(id(p))
+        if variable is not None and effects.has_pending_mutation_of_attr(variable, "grad"):
+            gradient = effects.load_attr(variable, "grad", deleted_ok=True)
+            if isinstance(gradient, tensors):
+                yield p, gradient
 
 
 def hint(size: Any) -> int:

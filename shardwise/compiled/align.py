@@ -8,17 +8,14 @@ leave it to that hook, one collective after the other.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from ..errors import CompileError
 from ..tensor import DTensor, align_grad
 
 
@@ -27,17 +24,24 @@ def align_leaves(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     if not torch.is_grad_enabled():
         return gm
     places = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    changed = False
+    changed, apart = False, _apart(gm)
     for node, value in zip(places, inputs, strict=True):
         if isinstance(value, DTensor) and value.requires_grad and value.is_leaf and node.users:
             with gm.graph.inserting_after(places[-1]):
                 aligned = gm.graph.call_function(torch.ops.shardwise.aligned.default, (node,))
             aligned.meta = dict(node.meta)
-            node.replace_all_uses_with(aligned, delete_user_cb=lambda user, aligned=aligned: user is not aligned)
+            node.replace_all_uses_with(aligned, delete_user_cb=lambda user, aligned=aligned: user not in (aligned, *apart))
             changed = True
     if changed:
         gm.recompile()
     return gm
+
+
+def _apart(gm: GraphModule) -> set[Node]:
+    """Nodes that take leaves as they are: what asks for their gradients, and all that comes after the last of these."""
+    nodes = list(gm.graph.nodes)
+    asking = [i for i, node in enumerate(nodes) if node.target is torch.autograd.grad]
+    return {nodes[i] for i in asking} | set(nodes[asking[-1] :]) if asking else set()
 
 
 class _Aligned(torch.autograd.Function):
@@ -58,22 +62,6 @@ def _aligned(x: Tensor) -> Tensor:
 
 torch.library.define("shardwise::aligned", "(Tensor(a) x) -> Tensor(a)")
 torch.library.impl("shardwise::aligned", "CompositeImplicitAutograd", _aligned)
-
-
-def traceable(function: Any) -> tuple[Any, bool]:
-    """The function that is traced in place of another, and whether it runs without gradients.
-
-    Around an optimizer's own step lie wrappers that look for hooks and refuse to be traced as a whole.
-    """
-    owner = getattr(function, "__self__", None)
-    if not isinstance(owner, torch.optim.Optimizer) or getattr(function, "__name__", "") != "step":
-        return function, False
-    if owner._optimizer_step_pre_hooks or owner._optimizer_step_post_hooks:
-        raise CompileError(
-            f"{type(owner).__name__}.step has hooks, which a traced step would leave out; remove them, or trace a function "
-            "that does without"
-        )
-    return functools.partial(inspect.unwrap(type(owner).step), owner), True
 
 
 def fresh(function: Callable[..., Any]) -> Callable[..., Any]:

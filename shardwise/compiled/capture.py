@@ -16,12 +16,13 @@ from torch.fx import GraphModule
 
 from .._torch import hit_recompile_limit, local_graphs
 from ..redistribute import whole_moves
-from .align import align_leaves, fresh, traceable
+from .align import align_leaves, fresh
 from .batch import batch
 from .nodes import hold, remove_dead
 from .passes import improve, is_of_one_rank
 from .program import assemble
 from .show import show
+from .steps import traceable, whole_steps
 from .tidy import tidy
 
 
@@ -37,7 +38,7 @@ class Program:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function, updated=())
-        self._function, self._without_grad = traceable(function)
+        self._function = traceable(function)
         self._start()
 
     def _start(self) -> None:
@@ -46,9 +47,6 @@ class Program:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            if self._without_grad:
-                with torch.no_grad():
-                    return self._call(*args, **kwargs)
             return self._call(*args, **kwargs)
         except Exception as error:
             if not hit_recompile_limit(error):
@@ -56,6 +54,7 @@ class Program:
             self._start()
             return self(*args, **kwargs)
 
+    @whole_steps
     def _trace(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with whole_moves.set(True):
             return local_graphs(align_leaves(gm, inputs), inputs, self._keep, _held)

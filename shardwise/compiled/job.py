@@ -27,10 +27,11 @@ from ..form import form_of
 from ..identity import library_key
 from ..redistribute import whole_moves
 from ..tensor import DTensor
-from .align import align_leaves, fresh, traceable
+from .align import align_leaves
 from .election import Election, in_job
 from .parcel import Parcel, install, loaded_libraries, pack, processor, read_libraries, unpack
 from .passes import inductor_pass
+from .steps import traceable, whole_steps
 
 #: Seconds that a rank waits, as a rule, for another one to compile.
 TIMEOUT = 600.0
@@ -75,13 +76,10 @@ def compile(model: Callable[..., Any] | None = None, *, timeout: float = TIMEOUT
     """
     if "backend" in options:
         raise CompileError("sw.compile is a backend around Inductor; for another backend call torch.compile itself")
-    traced, without_grad = traceable(model)
-    compiled = torch.compile(
-        fresh(traced) if without_grad else traced, backend=Backend(float(timeout), options.get("dynamic")), **options
-    )
-    return torch.no_grad()(compiled) if without_grad else compiled
+    return torch.compile(traceable(model), backend=Backend(float(timeout), options.get("dynamic")), **options)
 
 
+@whole_steps
 @dataclass(frozen=True)
 class Backend:
     """What `torch.compile` calls with each graph; equal ones share what Dynamo compiled."""

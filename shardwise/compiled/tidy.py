@@ -17,6 +17,7 @@ from .nodes import WAIT, is_view, remove_dead
 aten = torch.ops.aten
 _SHAPES = (aten.view.default, aten.expand.default, aten.reshape.default, aten._unsafe_view.default)
 _ALIASES = (aten.detach.default, aten.alias.default)
+_EMPTY = (aten.empty_like.default, aten.empty.memory_format, aten.empty_strided.default)
 _VIEWS = (*_SHAPES, aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default)
 
 
@@ -39,12 +40,16 @@ def _is_output(node: Node) -> bool:
 
 
 def drop_idle(graph: Graph) -> int:
-    """A view of the same shape and stride, and a detach, are their input. Results stay apart from what they are views of."""
+    """A view of the same shape and stride, a detach, and a copy into new memory, are their input. Results stay apart from what
+    they are views of."""
     count = 0
     for node in list(graph.nodes):
-        if node.target not in _SHAPES and node.target not in _ALIASES:
+        if node.target is aten.copy.default and getattr(node.args[0], "target", None) in _EMPTY:
+            source = node.args[1]
+        elif node.target in _SHAPES or node.target in _ALIASES:
+            source = node.args[0]
+        else:
             continue
-        source = node.args[0]
         have, want = _value(source), _value(node)
         same = isinstance(have, Tensor) and have.shape == want.shape and have.stride() == want.stride()
         if same and have.dtype == want.dtype and not _is_output(node):
