@@ -8,8 +8,7 @@ leave it to that hook, one collective after the other.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,12 +61,3 @@ def _aligned(x: Tensor) -> Tensor:
 
 torch.library.define("shardwise::aligned", "(Tensor(a) x) -> Tensor(a)")
 torch.library.impl("shardwise::aligned", "CompositeImplicitAutograd", _aligned)
-
-
-def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function behind a code object of its own: Dynamo keeps what it knows of a function with its code."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from .._torch import hit_recompile_limit, local_graphs
 from ..redistribute import whole_moves
-from .align import align_leaves, fresh
+from .align import align_leaves
 from .batch import batch
 from .nodes import hold, remove_dead
 from .passes import improve, is_of_one_rank
@@ -38,12 +38,12 @@ class Program:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function, updated=())
-        self._function = traceable(function)
+        self._function = function
         self._start()
 
     def _start(self) -> None:
         self.captured: list[Captured] = []
-        self._call = torch.compile(fresh(self._function), backend=self._trace, fullgraph=True, dynamic=False)
+        self._call = torch.compile(traceable(self._function), backend=self._trace, fullgraph=True, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:

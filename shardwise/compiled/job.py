@@ -9,6 +9,7 @@ nothing is ever wrong: what a rank runs is what torch found under that rank's ow
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import time
@@ -76,7 +77,10 @@ def compile(model: Callable[..., Any] | None = None, *, timeout: float = TIMEOUT
     """
     if "backend" in options:
         raise CompileError("sw.compile is a backend around Inductor; for another backend call torch.compile itself")
-    return torch.compile(traceable(model), backend=Backend(float(timeout), options.get("dynamic")), **options)
+    if model is None:
+        return lambda model: compile(model, timeout=timeout, **options)
+    traced = model if isinstance(model, torch.nn.Module) else functools.update_wrapper(traceable(model), model)
+    return torch.compile(traced, backend=Backend(float(timeout), options.get("dynamic")), **options)
 
 
 @whole_steps

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from .._torch import optimizer_hooks, trace_whole_steps
-from .align import fresh
+from .._torch import has_traced_backward, optimizer_hooks, trace_whole_steps, tree_map_only
 
 
 def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -27,7 +27,6 @@ def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = changed
     with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
         result = inspect.unwrap(type(optimizer).step)(optimizer, *args, **kwargs)
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler of learning rates looks for
     for hook in itertools.chain(*after):
         hook(optimizer, args, kwargs)
     return result
@@ -40,21 +39,27 @@ def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
             if set_to_none:
                 p.grad = None
             elif p.grad is not None:
-                p.grad.detach_().zero_()
+                with torch.no_grad():
+                    p.grad.zero_()
 
 
-def traceable(function: Any) -> Any:
-    """The function that is traced in place of another: for an optimizer's `step`, which lies in wrappers, one that calls it."""
+def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that is traced in place of another, behind a code object of its own, with which Dynamo keeps what it knows.
+
+    An optimizer's `step` lies in wrappers, so it is called by name. Results whose graph a backward inside has used up come
+    without it.
+    """
+    trace_whole_steps(step, zero_grad)
     owner = getattr(function, "__self__", None)
-    trace_whole_steps({"step": step, "zero_grad": zero_grad})
-    if not isinstance(owner, Optimizer) or getattr(function, "__name__", "") not in ("step", "zero_grad"):
-        return function
-    name = function.__name__
+    name = getattr(function, "__name__", type(function).__name__)
+    of_optimizer = isinstance(owner, Optimizer) and name in ("step", "zero_grad")
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return getattr(owner, name)(*args, **kwargs)
+        inner = getattr(owner, name) if of_optimizer else function
+        result = inner(*args, **kwargs)
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, result) if has_traced_backward() else result
 
-    return fresh(call)
+    return types.FunctionType(call.__code__.replace(), call.__globals__, name, None, call.__closure__)
 
 
 def whole_steps(backend: Callable[..., Any]) -> Callable[..., Any]:

@@ -179,9 +179,9 @@ def _fits(node: Node, targets: Any) -> bool:
 def copy_together(graph: Graph) -> int:
     """Writes to several inputs at the end become one."""
     copies = list(_copies(graph).values())
-    if len(copies) < 2:
-        return 0
     fresh = [node for node in copies if not node.users and isinstance(node.args[1], Node) and node.args[1].op != "placeholder"]
+    if len(fresh) < 2:
+        return 0
     with graph.inserting_before(copies[-1]):
         graph.call_function(aten._foreach_copy_.default, ([n.args[0] for n in fresh], [n.args[1] for n in fresh]))
     for node in fresh:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import shardwise as sw
-from shardwise import DTensor, Replicate, Shard
+from shardwise import DTensor, Shard
 from shardwise._torch import HAS_KEYS
 from tests.compiled.functions import assert_same, fake_job, functions, inputs, values
 from tests.compiled.test_compile import AXES
@@ -123,11 +123,3 @@ def test_gradients_of_leaves_are_reduced_together() -> None:
         text = program.text().partition("backward(")[2]
         assert text.count("_c10d_functional.all_reduce(") == 1
         assert all(w.grad.layout is w.layout for w in weights)
-
-
-def test_an_optimizer_with_hooks_is_refused() -> None:
-    p = torch.nn.Parameter(sw.ones(4, mesh=sw.init_mesh(tp=2), placements=[Replicate()]))
-    optimizer = torch.optim.SGD([p], lr=0.1)
-    optimizer.register_step_pre_hook(lambda *args: None)
-    with pytest.raises(sw.CompileError, match="has hooks"):
-        sw.capture(optimizer.step)
