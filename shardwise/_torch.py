@@ -407,8 +407,15 @@ def _is_whole(tx: Any) -> bool:
 
 def _trace_backward(found: Any) -> None:
     settings = importlib.import_module("torch._dynamo.config")
+    functions = importlib.import_module("torch._dynamo.variables.torch")
     constant = importlib.import_module("torch._dynamo.variables.constant").ConstantVariable
-    backward, attribute = found.method_backward, found.var_getattr
+    backward, attribute, collect = found.method_backward, found.var_getattr, functions._collect_tensors_with_sources
+
+    def collect_tensors(variable: Any) -> Any:
+        value = variable.as_proxy().node.meta.get("example_value") if isinstance(variable, found) else None
+        if torch.utils._python_dispatch.is_traceable_wrapper_subclass(value):
+            return [(value, variable.source and variable.source.name)]  # before torch 2.13 these are refused
+        return collect(variable)
 
     def trace_backward(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_whole(tx):
@@ -432,6 +439,7 @@ def _trace_backward(found: Any) -> None:
         return result
 
     found.method_backward, found.var_getattr = trace_backward, get_attribute
+    functions._collect_tensors_with_sources = collect_tensors
 
 
 def _trace_optimizer(found: Any, methods: dict[str, Callable[..., Any]]) -> None:
