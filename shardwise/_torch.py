@@ -25,6 +25,7 @@ from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._opaque_base import OpaqueBaseMeta
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 __all__ = [
@@ -407,13 +408,13 @@ def _is_whole(tx: Any) -> bool:
 
 def _trace_backward(found: Any) -> None:
     settings = importlib.import_module("torch._dynamo.config")
-    functions = importlib.import_module("torch._dynamo.variables.torch")
+    functions: Any = importlib.import_module("torch._dynamo.variables.torch")
     constant = importlib.import_module("torch._dynamo.variables.constant").ConstantVariable
     backward, attribute, collect = found.method_backward, found.var_getattr, functions._collect_tensors_with_sources
 
     def collect_tensors(variable: Any) -> Any:
         value = variable.as_proxy().node.meta.get("example_value") if isinstance(variable, found) else None
-        if torch.utils._python_dispatch.is_traceable_wrapper_subclass(value):
+        if is_traceable_wrapper_subclass(value):
             return [(value, variable.source and variable.source.name)]  # before torch 2.13 these are refused
         return collect(variable)
 
