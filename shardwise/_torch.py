@@ -10,7 +10,6 @@ import functools
 import importlib
 import operator
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -24,8 +23,6 @@ from torch._C import _distributed_c10d
 from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._opaque_base import OpaqueBaseMeta
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 __all__ = [
@@ -48,7 +45,6 @@ __all__ = [
     "constant_type",
     "decompositions",
     "dispatch_modes",
-    "has_traced_backward",
     "hint",
     "inductor_pass",
     "inductor_settings",
@@ -61,7 +57,6 @@ __all__ = [
     "no_dispatch",
     "no_modes",
     "no_torch_function",
-    "optimizer_hooks",
     "overloads",
     "probe",
     "quick_call",
@@ -71,7 +66,6 @@ __all__ = [
     "register_group",
     "schema",
     "trace_local",
-    "trace_whole_steps",
     "tracing_context",
     "tree_map_only",
     "unregister_group",
@@ -371,134 +365,6 @@ def local_graphs(
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-
-
-def optimizer_hooks(optimizer: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """The hooks before and after a step of an optimizer, those of all optimizers among them, in the order of their calls."""
-    before = _global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()
-    return before, (optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values())
-
-
-def has_traced_backward() -> bool:
-    """Whether the graph that Dynamo is making now has a backward in it that used up the graph of gradients."""
-    module = sys.modules.get("torch._dynamo.symbolic_convert")
-    try:
-        return module is not None and hasattr(module.InstructionTranslator.current_tx().output, "shardwise")
-    except AttributeError:  # nothing is being traced
-        return False
-
-
-torch.compiler.assume_constant_result(has_traced_backward)
-
-
-@functools.cache
-def trace_whole_steps(step: Callable[..., Any], zero_grad: Callable[..., Any]) -> None:
-    """Let Dynamo trace `Tensor.backward`, and these functions in place of an optimizer's methods, for backends with a true
-    attribute `whole_steps`: it can do the first, behind a setting, and it knows optimizers, whose gradients it takes from the
-    parameters, but not yet gradients that a backward in the same graph made."""
-    _trace_backward(importlib.import_module("torch._dynamo.variables.tensor").TensorVariable)
-    _trace_optimizer(
-        importlib.import_module("torch._dynamo.variables.optimizer").OptimizerVariable, {"step": step, "zero_grad": zero_grad}
-    )
-
-
-def _is_whole(tx: Any) -> bool:
-    return getattr(getattr(tx.output.compiler_fn, "compiler_fn", None), "whole_steps", False)
-
-
-def _trace_backward(found: Any) -> None:
-    settings = importlib.import_module("torch._dynamo.config")
-    functions: Any = importlib.import_module("torch._dynamo.variables.torch")
-    constant = importlib.import_module("torch._dynamo.variables.constant").ConstantVariable
-    backward, attribute, collect = found.method_backward, found.var_getattr, functions._collect_tensors_with_sources
-
-    def collect_tensors(variable: Any) -> Any:
-        value = variable.as_proxy().node.meta.get("example_value") if isinstance(variable, found) else None
-        if is_traceable_wrapper_subclass(value):
-            return [(value, variable.source and variable.source.name)]  # before torch 2.13 these are refused
-        return collect(variable)
-
-    def trace_backward(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_whole(tx):
-            return backward(self, tx, *args, **kwargs)
-        # Parameters that were met in an optimizer first are no inputs in Dynamo's list of these.
-        leaves = tx.output.leaf_var_creation_order
-        own = list(leaves)
-        leaves.extend(tx.output.side_effects.id_to_variable.values())
-        if "retain_graph" not in kwargs and len(args) < 2:
-            tx.output.shardwise = "spent"
-        try:
-            with settings.patch(trace_autograd_ops=True):
-                return backward(self, tx, *args, **kwargs)
-        finally:
-            leaves[:] = own
-
-    def get_attribute(self: Any, tx: Any, name: str) -> Any:
-        result = attribute(self, tx, name)
-        if name == "grad" and result is constant.create(None):
-            result.source = None  # the one None of all traces has just been told where this trace found it
-        return result
-
-    found.method_backward, found.var_getattr = trace_backward, get_attribute
-    functions._collect_tensors_with_sources = collect_tensors
-
-
-def _trace_optimizer(found: Any, methods: dict[str, Callable[..., Any]]) -> None:
-    bound = importlib.import_module("torch._dynamo.variables.functions").UserMethodVariable
-    attribute, call, wrap, refuse = (
-        found.var_getattr,
-        found.call_method,
-        found.wrap_tensor,
-        found.graph_break_if_pending_mutation,
-    )
-    made: dict[int, Any] = {}  # what stands for a gradient, to the gradient in the graph
-
-    def get_attribute(self: Any, tx: Any, name: str) -> Any:
-        if name not in methods or not _is_whole(tx):
-            return attribute(self, tx, name)
-        self.value._opt_called = True  # what schedulers look for; Dynamo loses attributes that a traced function gives here
-        return bound(methods[name], self)
-
-    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """While torch sets up the optimizer's state, parameters stand for their own gradients, of the same shapes."""
-        before = []
-        if name == "_init_group" and _is_whole(tx):
-            for p, gradient in _pending_gradients(self.value, tx):
-                if gradient is None:
-                    refuse(self, tx)  # torch would look at the gradient that the parameter had before
-                before.append((p, p.grad))
-                p.grad = p.detach()
-                made[id(p.grad)] = gradient
-        try:
-            return call(self, tx, name, args, kwargs)
-        finally:
-            for p, gradient in before:
-                made.pop(id(p.grad))
-                p.grad = gradient
-
-    def wrap_tensor(self: Any, tx: Any, value: Any) -> Any:
-        return made[id(value)] if id(value) in made else wrap(self, tx, value)
-
-    def check_pending(self: Any, tx: Any) -> None:
-        if not made:
-            refuse(self, tx)
-
-    found.var_getattr, found.call_method, found.wrap_tensor = get_attribute, call_method, wrap_tensor
-    found.graph_break_if_pending_mutation = check_pending
-
-
-def _pending_gradients(optimizer: Any, tx: Any) -> Iterator[tuple[Any, Any]]:
-    """Parameters and the gradients that they have in Dynamo's graph only; None where they had one, and have none there."""
-    effects = tx.output.side_effects
-    tensors = importlib.import_module("torch._dynamo.variables.tensor").TensorVariable
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        variable = effects.id_to_variable.get(id(p))
-        if variable is not None and effects.has_pending_mutation_of_attr(variable, "grad"):
-            gradient = effects.load_attr(variable, "grad", deleted_ok=True)
-            if isinstance(gradient, tensors):
-                yield p, gradient
-            elif p.grad is not None:
-                yield p, None
 
 
 def hint(size: Any) -> int:

@@ -54,7 +54,7 @@ class Program:
             self._start()
             return self(*args, **kwargs)
 
-    @whole_steps
+    @whole_steps("captured")
     def _trace(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with whole_moves.set(True):
             return local_graphs(align_leaves(gm, inputs), inputs, self._keep, _held)

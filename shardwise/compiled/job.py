@@ -83,7 +83,7 @@ def compile(model: Callable[..., Any] | None = None, *, timeout: float = TIMEOUT
     return torch.compile(traced, backend=Backend(float(timeout), options.get("dynamic")), **options)
 
 
-@whole_steps
+@whole_steps("compiled")
 @dataclass(frozen=True)
 class Backend:
     """What `torch.compile` calls with each graph; equal ones share what Dynamo compiled."""

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .._torch import has_traced_backward, optimizer_hooks, trace_whole_steps, tree_map_only
+from .._torch import tree_map_only
+from .._tracer import has_traced_backward, optimizer_hooks, trace_whole_steps, unwrap_quickly
+from ..tensor import DTensor
 
 
 def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -50,6 +52,7 @@ def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
     without it.
     """
     trace_whole_steps(step, zero_grad)
+    unwrap_quickly(DTensor, "_local")
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", type(function).__name__)
     of_optimizer = isinstance(owner, Optimizer) and name in ("step", "zero_grad")
@@ -62,7 +65,12 @@ def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(call.__code__.replace(), call.__globals__, name, None, call.__closure__)
 
 
-def whole_steps(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark what `torch.compile` is given as its backend: in functions that it compiles, steps are traced whole."""
-    backend.whole_steps = True  # type: ignore[attr-defined]
-    return backend
+def whole_steps(kind: str) -> Callable[[Any], Any]:
+    """Mark what `torch.compile` is given as its backend: in functions that it traces, which are "captured" or "compiled", steps
+    are one program."""
+
+    def mark(backend: Any) -> Any:
+        backend.whole_steps = kind
+        return backend
+
+    return mark

@@ -1,0 +1,199 @@
+"""What torch's tracer is taught: whole training steps as one graph, and tensors taken apart quickly.
+
+These change torch's own classes, once, and only what they do for the backends of this library.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def optimizer_hooks(optimizer: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """The hooks before and after a step of an optimizer, those of all optimizers among them, in the order of their calls."""
+    before = _global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()
+    return before, (optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values())
+
+
+def has_traced_backward() -> bool:
+    """Whether the graph that Dynamo is making now has a backward in it that used up the graph of gradients."""
+    module = sys.modules.get("torch._dynamo.symbolic_convert")
+    try:
+        return module is not None and hasattr(module.InstructionTranslator.current_tx().output, "shardwise")
+    except AttributeError:  # nothing is being traced
+        return False
+
+
+torch.compiler.assume_constant_result(has_traced_backward)
+
+
+@functools.cache
+def trace_whole_steps(step: Callable[..., Any], zero_grad: Callable[..., Any]) -> None:
+    """Let Dynamo trace `Tensor.backward`, and these functions in place of an optimizer's methods, for backends with an
+    attribute `whole_steps`: it can do the first, behind a setting, and it knows optimizers, whose gradients it takes from the
+    parameters, but not yet gradients that a backward in the same graph made."""
+    _trace_backward(importlib.import_module("torch._dynamo.variables.tensor").TensorVariable)
+    optimizers = importlib.import_module("torch._dynamo.variables.optimizer").OptimizerVariable
+    _trace_optimizer(optimizers, {"step": step, "zero_grad": zero_grad})
+    _keep_steps_on_host(optimizers)
+
+
+def _kind(tx: Any) -> str:
+    """What the backend of a trace says of itself: "captured", "compiled", or nothing."""
+    return getattr(getattr(tx.output.compiler_fn, "compiler_fn", None), "whole_steps", "")
+
+
+def _trace_backward(found: Any) -> None:
+    settings = importlib.import_module("torch._dynamo.config")
+    functions: Any = importlib.import_module("torch._dynamo.variables.torch")
+    constant = importlib.import_module("torch._dynamo.variables.constant").ConstantVariable
+    backward, attribute, collect = found.method_backward, found.var_getattr, functions._collect_tensors_with_sources
+
+    def collect_tensors(variable: Any) -> Any:
+        value = variable.as_proxy().node.meta.get("example_value") if isinstance(variable, found) else None
+        if is_traceable_wrapper_subclass(value):
+            return [(value, variable.source and variable.source.name)]  # before torch 2.13 these are refused
+        return collect(variable)
+
+    def trace_backward(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _kind(tx):
+            return backward(self, tx, *args, **kwargs)
+        # Parameters that were met in an optimizer first are no inputs in Dynamo's list of these.
+        leaves = tx.output.leaf_var_creation_order
+        own = list(leaves)
+        leaves.extend(tx.output.side_effects.id_to_variable.values())
+        if "retain_graph" not in kwargs and len(args) < 2:
+            tx.output.shardwise = "spent"
+        try:
+            with settings.patch(trace_autograd_ops=True):
+                return backward(self, tx, *args, **kwargs)
+        finally:
+            leaves[:] = own
+
+    def get_attribute(self: Any, tx: Any, name: str) -> Any:
+        result = attribute(self, tx, name)
+        if name == "grad" and result is constant.create(None):
+            result.source = None  # the one None of all traces has just been told where this trace found it
+        return result
+
+    found.method_backward, found.var_getattr = trace_backward, get_attribute
+    functions._collect_tensors_with_sources = collect_tensors
+
+
+def _trace_optimizer(found: Any, methods: dict[str, Callable[..., Any]]) -> None:
+    bound = importlib.import_module("torch._dynamo.variables.functions").UserMethodVariable
+    attribute, call, wrap = found.var_getattr, found.call_method, found.wrap_tensor
+    refuse = found.graph_break_if_pending_mutation
+    made: dict[int, Any] = {}  # what stands for a gradient, to the gradient in the graph
+
+    def get_attribute(self: Any, tx: Any, name: str) -> Any:
+        if name not in methods or not _kind(tx):
+            return attribute(self, tx, name)
+        self.value._opt_called = True  # what schedulers look for; Dynamo loses attributes that a traced function gives here
+        return bound(methods[name], self)
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """While torch sets up the optimizer's state, parameters stand for their own gradients, of the same shapes."""
+        before = []
+        if name == "_init_group" and _kind(tx):
+            for p, gradient in _pending_gradients(self.value, tx):
+                if gradient is None:
+                    refuse(self, tx)  # torch would look at the gradient that the parameter had before
+                before.append((p, p.grad))
+                p.grad = p.detach()
+                made[id(p.grad)] = gradient
+        try:
+            return call(self, tx, name, args, kwargs)
+        finally:
+            for p, gradient in before:
+                made.pop(id(p.grad))
+                p.grad = gradient
+
+    def wrap_tensor(self: Any, tx: Any, value: Any) -> Any:
+        return made[id(value)] if id(value) in made else wrap(self, tx, value)
+
+    def check_pending(self: Any, tx: Any) -> None:
+        if not made:
+            refuse(self, tx)
+
+    found.var_getattr, found.call_method, found.wrap_tensor = get_attribute, call_method, wrap_tensor
+    found.graph_break_if_pending_mutation = check_pending
+
+
+def _keep_steps_on_host(found: Any) -> None:
+    capturable, move, call = found._set_capturable, found.move_step_if_cpu, found.call_method
+
+    def set_capturable(self: Any, tx: Any) -> None:
+        """Counts of steps stay on the host, if they can: what reads them there need not wait for a device."""
+        before = [group.get("capturable") for group in self.value.param_groups]
+        capturable(self, tx)
+        for group, value in zip(self.value.param_groups, before, strict=True):
+            if _kind(tx) == "captured" and "capturable" in group:
+                group["capturable"] = value
+
+    def move_steps(self: Any) -> None:
+        if not getattr(self, "steps_stay", False):
+            move(self)
+
+    def call_method(self: Any, tx: Any, *args: Any) -> Any:
+        self.steps_stay = _kind(tx) == "captured"
+        return call(self, tx, *args)
+
+    found._set_capturable, found.move_step_if_cpu, found.call_method = set_capturable, move_steps, call_method
+
+
+@functools.cache
+def unwrap_quickly(kind: type, attribute: str) -> None:
+    """Let compiled functions take tensors of this class, which wrap one plain tensor, apart by reading it: before torch 2.13
+    what they do for each of them costs more than some operators."""
+    module: Any = importlib.import_module("torch._functorch._aot_autograd.runtime_wrappers")
+    unwrap = getattr(module, "runtime_unwrap_tensor_subclasses", None)
+    if unwrap is None:
+        return
+    read = attrgetter(attribute)
+
+    def is_plain(meta: Any) -> bool:
+        """Whether sizes and strides are numbers; what is known is kept with the description."""
+        known = getattr(meta, "shardwise", None)
+        if known is None:
+            sizes = (*getattr(meta, "outer_size", (None,)), *getattr(meta, "outer_stride", ()))
+            known = meta.shardwise = all(type(n) is int and n >= 0 for n in sizes)
+        return bool(known)
+
+    def quick(args: Any, *, append_symints: bool, subclass_metas: Any = None) -> list[Any]:
+        if subclass_metas is None or not all(
+            type(x) is not kind or is_plain(meta) for x, meta in zip(args, subclass_metas, strict=False)
+        ):
+            found: list[Any] = unwrap(args, append_symints=append_symints, subclass_metas=subclass_metas)
+            return found
+        taken: list[Any] = []
+        for x, meta in zip(args, subclass_metas, strict=False):
+            if type(x) is kind:
+                taken.append(read(x))
+            else:
+                taken += unwrap([x], append_symints=append_symints, subclass_metas=[meta])
+        return taken
+
+    module.runtime_unwrap_tensor_subclasses = quick
+
+
+def _pending_gradients(optimizer: Any, tx: Any) -> Iterator[tuple[Any, Any]]:
+    """Parameters and the gradients that they have in Dynamo's graph only; None where they had one, and have none there."""
+    effects = tx.output.side_effects
+    tensors = importlib.import_module("torch._dynamo.variables.tensor").TensorVariable
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        variable = effects.id_to_variable.get(id(p))
+        if variable is not None and effects.has_pending_mutation_of_attr(variable, "grad"):
+            gradient = effects.load_attr(variable, "grad", deleted_ok=True)
+            if isinstance(gradient, tensors):
+                yield p, gradient
+            elif p.grad is not None:
+                yield p, None
