@@ -245,7 +245,7 @@ def make_rows(options: argparse.Namespace) -> dict[str, Row]:
     rows = {}
     for name, wraps in WRAPS.items():
         side = name.split()[0]
-        if side not in options.only:
+        if side not in options.only or (options.rows and name not in options.rows):
             continue
         print(f"preparing: {name}", file=sys.stderr, flush=True)
         try:
@@ -323,6 +323,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The cost of one training step, plain and distributed.")
     parser.add_argument("--device", choices=DEFAULTS, default="cpu")
     parser.add_argument("--only", nargs="+", choices=["plain", "peer", "ours"], default=["plain", "peer", "ours"])
+    parser.add_argument("--rows", nargs="+", choices=WRAPS, help="these alone")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--dtype", help="of the parameters")
     for name in ("width", "layers", "heads", "vocab", "batch", "length"):

@@ -178,6 +178,8 @@ def unwrap_quickly(kind: type, attribute: str) -> None:
         for x, meta in zip(args, subclass_metas, strict=False):
             if type(x) is kind:
                 taken.append(read(x))
+            elif type(x) is torch.Tensor:
+                taken.append(x)
             else:
                 taken += unwrap([x], append_symints=append_symints, subclass_metas=[meta])
         return taken

@@ -20,20 +20,22 @@ def pytest_report_header() -> str:
 HEAVY = [Path(__file__).parent / name for name in ("processes", "compiled")]
 
 
-def is_heavy(item: pytest.Item) -> bool:
-    return any(folder in item.path.parents for folder in HEAVY)
+def group_of(item: pytest.Item) -> str | None:
+    return next((folder.name for folder in HEAVY if folder in item.path.parents), None)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keep tests that start processes or compile in one worker under `--dist loadgroup`: one set of pools serves them all, and
-    they do not fight over the cores."""
-    if is_heavy(item):
-        item.add_marker(pytest.mark.xdist_group("processes"))
+    """Under `--dist loadgroup` keep tests that start processes in one worker, where one set of pools serves them all, and so
+    tests that compile."""
+    group = group_of(item)
+    if group:
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """A pytest that pytest-xdist does not know yet takes the groups for nothing, and says nothing."""
-    grouped = getattr(session.config.option, "loadgroup", False)
-    lost = [item.nodeid for item in session.items if grouped and is_heavy(item) and not item.nodeid.endswith("@processes")]
+    if not getattr(session.config.option, "loadgroup", False):
+        return
+    lost = [item.nodeid for item in session.items if group_of(item) and not item.nodeid.endswith(f"@{group_of(item)}")]
     if lost:
         raise pytest.UsageError(f"pytest-xdist has not grouped {lost[0]}: this pytest is too new for it")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +90,32 @@ def test_captured(way: str, axes: dict[str, int]) -> None:
 def test_rows_that_do_not_divide() -> None:
     plain, traced = Training({"dp": 3}), Training({"dp": 3})
     torch.testing.assert_close(run(traced, capture(traced.step), rows=7), run(plain, plain.step, rows=7), atol=1e-5, rtol=1e-4)
+
+
+def test_the_step_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph, beside the same model on one device."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    demo = importlib.import_module("train_gpt")
+    mesh, steps = sw.init_mesh(dp=2, tp=2), []
+    torch.manual_seed(0)
+    model = demo.GPT()
+    twin = demo.distribute(copy.deepcopy(model), mesh)
+    for one in (model, twin):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3)
+
+        def step(tokens: Tensor, targets: Tensor, one: Any = one, optimizer: Any = optimizer) -> Tensor:
+            loss = F.cross_entropy(one(tokens).flatten(0, 1), targets.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        steps.append(step)
+    captured = capture(steps[1])
+    for batch in itertools.islice(demo.batches(), 2):
+        want = steps[0](batch[:, :-1], batch[:, 1:])
+        got = captured(*(sw.distribute_tensor(t, mesh, {"dp": Shard(0)}) for t in (batch[:, :-1], batch[:, 1:])))
+        torch.testing.assert_close(got.full_tensor(), want.detach(), atol=1e-4, rtol=1e-4)
 
 
 def test_compiled() -> None:
