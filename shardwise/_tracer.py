@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
+import re
 import sys
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -40,7 +42,9 @@ def trace_whole_steps(step: Callable[..., Any], zero_grad: Callable[..., Any]) -
     """Let Dynamo trace `Tensor.backward`, and these functions in place of an optimizer's methods, for backends with an
     attribute `whole_steps`: it can do the first, behind a setting, and it knows optimizers, whose gradients it takes from the
     parameters, but not yet gradients that a backward in the same graph made."""
-    _trace_backward(importlib.import_module("torch._dynamo.variables.tensor").TensorVariable)
+    tensors = importlib.import_module("torch._dynamo.variables.tensor").TensorVariable
+    _trace_backward(tensors)
+    _keep_gradients_with_their_tensor(tensors)
     optimizers = importlib.import_module("torch._dynamo.variables.optimizer").OptimizerVariable
     _trace_optimizer(optimizers, {"step": step, "zero_grad": zero_grad})
     _keep_steps_on_host(optimizers)
@@ -48,7 +52,11 @@ def trace_whole_steps(step: Callable[..., Any], zero_grad: Callable[..., Any]) -
 
 def _kind(tx: Any) -> str:
     """What the backend of a trace says of itself: "captured", "compiled", or nothing."""
-    return getattr(getattr(tx.output.compiler_fn, "compiler_fn", None), "whole_steps", "")
+    return _kind_of(tx.output)
+
+
+def _kind_of(output: Any) -> str:
+    return getattr(getattr(getattr(output, "compiler_fn", None), "compiler_fn", None), "whole_steps", "")
 
 
 def _trace_backward(found: Any) -> None:
@@ -79,6 +87,8 @@ def _trace_backward(found: Any) -> None:
             leaves[:] = own
 
     def get_attribute(self: Any, tx: Any, name: str) -> Any:
+        if name == "grad" and _kind(tx):
+            self = _written_to(self, tx.output.side_effects)
         result = attribute(self, tx, name)
         if name == "grad" and result is constant.create(None):
             result.source = None  # the one None of all traces has just been told where this trace found it
@@ -86,6 +96,45 @@ def _trace_backward(found: Any) -> None:
 
     found.method_backward, found.var_getattr = trace_backward, get_attribute
     functions._collect_tensors_with_sources = collect_tensors
+    handlers = functions.TorchInGraphFunctionVariable._get_handlers()
+    handlers[torch.autograd.grad] = _with_setting(handlers[torch.autograd.grad], settings)
+
+
+def _with_setting(handler: Callable[..., Any], settings: Any) -> Callable[..., Any]:
+    def trace_grad(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _kind(tx):
+            return handler(self, tx, *args, **kwargs)
+        with settings.patch(trace_autograd_ops=True):
+            return handler(self, tx, *args, **kwargs)
+
+    return trace_grad
+
+
+def _keep_gradients_with_their_tensor(found: Any) -> None:
+    """After `p -= x` Dynamo takes `p` for a new tensor, and loses a gradient that it is given or freed from."""
+    effects = importlib.import_module("torch._dynamo.side_effects").SideEffects
+    store = effects.store_attr
+
+    def store_attribute(self: Any, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "grad" and isinstance(item, found) and _kind_of(self.output_graph_weakref()):
+            item = _written_to(item, self)
+        return store(self, item, name, *args, **kwargs)
+
+    effects.store_attr = store_attribute
+
+
+_IN_PLACE = {getattr(operator, name) for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul")}
+
+
+def _written_to(variable: Any, effects: Any) -> Any:
+    """The variable of the tensor that operators in place have given back as this one."""
+    node = variable.as_proxy().node
+    while node.target in _IN_PLACE or (node.op == "call_method" and re.fullmatch(r"[a-z]\w*[^_]_", node.target)):
+        node = node.args[0]
+    if node is variable.as_proxy().node:
+        return variable
+    known = [v for v in effects.id_to_variable.values() if isinstance(v, type(variable)) and v.as_proxy().node is node]
+    return known[0] if known else variable
 
 
 def _trace_optimizer(found: Any, methods: dict[str, Callable[..., Any]]) -> None:
@@ -161,27 +210,24 @@ def unwrap_quickly(kind: type, attribute: str) -> None:
     read = attrgetter(attribute)
 
     def is_plain(meta: Any) -> bool:
-        """Whether sizes and strides are numbers; what is known is kept with the description."""
+        """Whether a plain tensor is inside, and sizes and strides are numbers; what is known is kept with the description."""
         known = getattr(meta, "shardwise", None)
         if known is None:
-            sizes = (*getattr(meta, "outer_size", (None,)), *getattr(meta, "outer_stride", ()))
-            known = meta.shardwise = all(type(n) is int and n >= 0 for n in sizes)
+            inner = [type(value).__name__ for value in getattr(meta, "attrs", {}).values()]
+            sizes = (*getattr(meta, "outer_size", ()), *getattr(meta, "outer_stride", ()))
+            known = meta.shardwise = inner == ["PlainTensorMeta"] and all(type(n) is int and n >= 0 for n in sizes)
         return bool(known)
 
     def quick(args: Any, *, append_symints: bool, subclass_metas: Any = None) -> list[Any]:
-        if subclass_metas is None or not all(
-            type(x) is not kind or is_plain(meta) for x, meta in zip(args, subclass_metas, strict=False)
-        ):
-            found: list[Any] = unwrap(args, append_symints=append_symints, subclass_metas=subclass_metas)
-            return found
         taken: list[Any] = []
-        for x, meta in zip(args, subclass_metas, strict=False):
-            if type(x) is kind:
-                taken.append(read(x))
-            elif type(x) is torch.Tensor:
+        for i, x in enumerate(args):
+            if type(x) is torch.Tensor:
                 taken.append(x)
+            elif type(x) is kind and subclass_metas is not None and is_plain(subclass_metas[i]):
+                taken.append(read(x))
             else:
-                taken += unwrap([x], append_symints=append_symints, subclass_metas=[meta])
+                own = None if subclass_metas is None else subclass_metas[i : i + 1]
+                taken += unwrap([x], append_symints=append_symints, subclass_metas=own)
         return taken
 
     module.runtime_unwrap_tensor_subclasses = quick

@@ -188,8 +188,50 @@ def with_closure(training: Training) -> Callable[..., Any]:
     return step
 
 
-def test_a_closure() -> None:
-    check({"dp": 2}, capture, with_closure)
+def by_hand(training: Training) -> Callable[..., Any]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = training.loss(x, y)
+        loss.backward()
+        with torch.no_grad():
+            for p in training.model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+        return loss.detach()
+
+    return step
+
+
+def with_penalty(training: Training) -> Callable[..., Any]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(training.model(x).sum(), x, create_graph=True)
+        loss = training.loss(x, y) + slope.square().mean()
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def with_idle_parameters(training: Training) -> Callable[..., Any]:
+    training.model[0].weight.requires_grad_(False)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = training.model[0](x).square().mean()
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+@pytest.mark.parametrize("change", [with_closure, by_hand, with_penalty, with_idle_parameters])
+def test_other_steps(change: Callable[..., Any]) -> None:
+    if change is with_penalty and torch.__version__ < "2.13":
+        pytest.skip("this Dynamo does not trace requires_grad_ of a tensor made in the function")
+    assert len(check({"dp": 2, "tp": 3}, capture, change).captured) <= SECOND_CALL_DIFFERS
 
 
 def hooked(training: Training) -> Callable[..., Any]:
