@@ -1,6 +1,6 @@
-"""What torch's tracer is taught: whole training steps as one graph, and tensors taken apart quickly.
+"""What torch's tracer is taught: whole training steps as one graph, tensors taken apart quickly, collectives kept in order.
 
-These change torch's own classes, once, and only what they do for the backends of this library.
+These change torch's own classes and functions, once, and only what they do for the backends and operators of this library.
 """
 
 from __future__ import annotations
@@ -245,3 +245,30 @@ def _pending_gradients(optimizer: Any, tx: Any) -> Iterator[tuple[Any, Any]]:
                 yield p, gradient
             elif p.grad is not None:
                 yield p, None
+
+
+@functools.cache
+def keep_in_their_part() -> None:
+    """Let communication that a forward asked for stay in the forward, and that of a backward in the backward. AOTAutograd would
+    put it into either, or both, by what it keeps between them: that depends on sizes, so on the rank, and ranks would wait for
+    each other for ever."""
+    module: Any = importlib.import_module("torch._functorch.partitioners")
+    forward, backward = module._must_be_in_forward, module._must_be_in_backward
+
+    def is_of(node: Any, part: bool) -> bool:
+        again = getattr(node.meta.get("recompute"), "name", "") in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
+        in_backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+        return in_backward is part and not again and _communicates(node)
+
+    module._must_be_in_forward = lambda node: forward(node) or is_of(node, False)
+    module._must_be_in_backward = lambda node: backward(node) or is_of(node, True)
+
+
+def _communicates(node: Any) -> bool:
+    """Whether a node is a communication of this library."""
+    name = str(node.target)
+    if name.startswith("_c10d_functional.wait_tensor"):
+        return _communicates(node.args[0]) if isinstance(node.args[0], torch.fx.Node) else False
+    if name.startswith("_c10d_functional."):
+        return any(isinstance(arg, str) and arg.startswith("sw:") for arg in node.args)
+    return name.startswith(("shardwise.move", "shardwise.exchange"))

@@ -16,6 +16,7 @@ import torch
 from torch import SymInt, Tensor
 
 from ._torch import collectives, keep_alive
+from ._tracer import keep_in_their_part
 from .comm import Door, PerRank, door
 from .comm.context import Setting
 from .comm.policy import check
@@ -76,6 +77,8 @@ def run(local: Tensor, steps: Plan, operator: str, shape: Sequence[int] | None =
     if is_symbolic(shape) and any(_is_explicit(layout) for layout in steps.layouts):
         shape = tuple(int(size) for size in shape)  # pieces of given sizes are of one size only
     by = Running(world, world.traced(local), shape)
+    if by.traced:
+        keep_in_their_part()
     if by.traced and whole_moves.get():
         have, want = form_of(steps.have).text, form_of(steps.want).text
         return torch.ops.shardwise.move(local, shape, have, want, operator)
