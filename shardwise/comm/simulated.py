@@ -55,7 +55,7 @@ class Bundle(torch.Tensor):
     pieces: tuple[Tensor, ...]
 
     @staticmethod
-    def __new__(cls: type[Bundle], pieces: Iterable[Tensor], requires_grad: bool = False) -> Bundle:
+    def __new__(cls: type[Bundle], pieces: Iterable[Tensor], requires_grad: bool = False, stride: Any = None) -> Bundle:
         pieces = tuple(pieces)
         if not pieces:
             raise WorldError("a Bundle holds at least one piece, got none")
@@ -63,7 +63,7 @@ class Bundle(torch.Tensor):
         self: Bundle = make_wrapper(
             cls,
             first.shape,
-            strides=first.stride(),
+            strides=first.stride() if stride is None or first.numel() else stride,  # strides of nothing mean nothing
             storage_offset=first.storage_offset(),
             dtype=first.dtype,
             layout=first.layout,
@@ -100,7 +100,7 @@ class Bundle(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Bundle:
-        return Bundle(inner[f"piece_{place}"] for place in range(len(inner)))
+        return Bundle((inner[f"piece_{place}"] for place in range(len(inner))), stride=stride)
 
 
 def _rebuild(pieces: list[Tensor], requires_grad: bool) -> Bundle:
