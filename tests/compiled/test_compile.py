@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule
 
@@ -227,6 +229,33 @@ def test_training_with_optimizer_and_clipping(ranks: int, axes: dict[str, int], 
 
 def test_training_with_inductor(pool: Any) -> None:
     assert max(pool(2).run(compare_training, {"tp": 2}, "inductor")) < 1e-4
+
+
+def collectives_of_parts() -> list[list[str]]:
+    """What this rank communicates in the forward and in the backward of a function, with pieces of different sizes."""
+    mesh, parts = sw.init_mesh(a=2, b=2), []
+    x = sw.distribute_tensor(torch.randn(2), mesh, {"a": Shard(0), "b": Shard(0)}).requires_grad_()
+
+    def function(x: Any) -> tuple[Any, ...]:
+        y = torch.sigmoid(x)
+        row = y.unsqueeze(0)
+        ratio = row / (1 + row.square())
+        return torch.tanh(row.t()) @ torch.tanh(row), ratio / (1 + row.square()), y.square()
+
+    def record(gm: GraphModule, _: Any) -> GraphModule:
+        parts.append([str(node.target) for node in gm.graph.nodes if "c10d" in str(node.target)])
+        return gm
+
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record, partition_fn=min_cut_rematerialization_partition)
+    torch._dynamo.reset()
+    sum(out.sum() for out in torch.compile(function, backend=backend, fullgraph=True)(x)).backward()
+    return parts
+
+
+def test_every_rank_communicates_alike_in_both_parts(pool: Any) -> None:
+    """What is kept for the backward depends on sizes, so on the rank; what is communicated there does not."""
+    forward, backward = (first := pool(4).run(collectives_of_parts, timeout=60.0))[0]
+    assert forward and backward and all(found == first[0] for found in first)
 
 
 def demo_losses(how: str) -> list[float]:
