@@ -69,7 +69,8 @@ def compile(model: Callable[..., Any] | None = None, *, timeout: float = TIMEOUT
 
     Takes what `torch.compile` takes: a function, a module, or nothing, to be used as a decorator; `fullgraph`, `dynamic`,
     `mode`, `options`. A rank waits at most `timeout` seconds for the one that compiles, and raises a `CompileError`, sooner if
-    that one fails or dies. One process alone compiles as `torch.compile` does. `compile_report` tells what happened.
+    that one fails or dies. One process alone compiles as `torch.compile` does. `compile_report` tells what happened. As with
+    `capture`, a training step may be compiled whole.
 
     >>> double = compile(lambda x: x * 2, fullgraph=True, disable=True)
     >>> double(3)
