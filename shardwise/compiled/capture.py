@@ -81,10 +81,11 @@ def capture(function: Callable[..., Any]) -> Program:
     """A function, a module or an optimizer's `step`, traced at its first call to a local program of plain operators and
     collectives, the same on every rank, that later calls run without any work on layouts.
 
-    It means what the function means, gradients included. A training step is captured whole: `backward`, an optimizer's `step` and
-    `zero_grad` inside are parts of the program (and the results of such a function come without gradients). Inputs of another layout, shape or dtype, and whatever else the
-    function depends on (its globals, attributes of modules), trace it anew; after as many programs as
-    `torch._dynamo.config.recompile_limit` says (8) it starts over.
+    It means what the function means, gradients included. A training step is captured whole: `backward`, an optimizer's `step`
+    and `zero_grad` are parts of the program, and the results of such a function come without gradients.
+
+    Inputs of another layout, shape or dtype, and whatever else the function depends on (its globals, attributes of modules),
+    trace it anew; after as many programs as `torch._dynamo.config.recompile_limit` says (8) it starts over.
 
     >>> import shardwise as sw
     >>> mesh = sw.init_mesh(tp=2)
