@@ -19,8 +19,8 @@ from ..errors import CompileError
 
 #: Seconds between two signs of life of a rank that compiles.
 BEAT = 1.0
-#: After so many seconds without one it is taken for dead: one that lives may be in code that holds Python's lock for a while, or
-#: on a machine with far too much to do.
+#: After so many seconds without one it is taken for dead: one that lives may be in code that holds Python's lock for a while,
+#: or on a machine with far too much to do.
 SILENCE = 30.0
 #: Seconds between two looks: at first, and at most.
 _SOON, _LATER = 0.02, 0.5
