@@ -84,6 +84,33 @@ def run_dynamic(folder: str) -> list[tuple[str, str]]:
     return latest(before)
 
 
+def run_step(folder: str) -> list[tuple[str, str]]:
+    """A whole training step, backward and optimizer inside; its losses are those of one device."""
+    use_folder(folder)
+    mesh, before = sw.init_mesh(tp=RANKS), len(compile_report())
+    x, w = torch.randn(8, 6), torch.randn(6, 5)
+    found = []
+    for wrap, data, weight in (
+        (lambda step: step, x, w.clone()),
+        (compile(fullgraph=True), sw.distribute_tensor(x, mesh, [Shard(0)]), sw.distribute_tensor(w, mesh)),
+    ):
+        parameter = torch.nn.Parameter(weight)
+        optimizer = torch.optim.AdamW([parameter])
+
+        def step(x: torch.Tensor, parameter: Any = parameter, optimizer: Any = optimizer) -> torch.Tensor:
+            loss = (x @ parameter).tanh().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        run = wrap(step)
+        losses = [run(data).detach() for _ in range(3)]
+        found.append([loss.full_tensor() if isinstance(loss, sw.DTensor) else loss for loss in losses])
+    torch.testing.assert_close(*found)
+    return latest(before)
+
+
 def run_again(folder: str, rows: int) -> list[list[tuple[str, str]]]:
     """The same once more in this process, twice."""
     found = []
@@ -205,6 +232,10 @@ def test_sizes_as_symbols(cold: Pool, folder: str) -> None:
     assert hows(reports) == {"compiled": 1, "loaded": 3}
 
 
+def test_whole_steps(cold: Pool, folder: str) -> None:
+    assert hows(cold.run(run_step, folder, timeout=300.0)) == {"compiled": 1, "loaded": 3}
+
+
 def test_compiling_again_in_the_same_process_finds_it(cold: Pool, folder: str) -> None:
     for reports in cold.run(run_again, folder, 16):
         assert hows(reports) == {"hit": 2}
@@ -238,6 +269,7 @@ def test_a_warm_start_compiles_nothing(cold: Pool, folder: str, request: pytest.
     before = kernels(folder)
     for rows in (16, 10):
         assert hows([report for report, _ in warm.run(run_train, folder, rows, timeout=300.0)]) == {"hit": RANKS}
+    assert hows(warm.run(run_step, folder, timeout=300.0)) == {"hit": RANKS}
     assert kernels(folder) == before
     empty = str(Path(folder, "empty"))
     for rows in (16, 10):
