@@ -32,7 +32,7 @@ from .align import align_leaves
 from .election import Election, in_job
 from .parcel import Parcel, install, loaded_libraries, pack, processor, read_libraries, unpack
 from .passes import inductor_pass
-from .steps import traceable, whole_steps
+from .steps import teach_tracer, traceable, whole_steps
 
 #: Seconds that a rank waits, as a rule, for another one to compile.
 TIMEOUT = 600.0
@@ -80,6 +80,7 @@ def compile(model: Callable[..., Any] | None = None, *, timeout: float = TIMEOUT
         raise CompileError("sw.compile is a backend around Inductor; for another backend call torch.compile itself")
     if model is None:
         return lambda model: compile(model, timeout=timeout, **options)
+    teach_tracer()
     traced = model if isinstance(model, torch.nn.Module) else functools.update_wrapper(traceable(model), model)
     return torch.compile(traced, backend=Backend(float(timeout), options.get("dynamic")), **options)
 

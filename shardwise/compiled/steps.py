@@ -45,14 +45,19 @@ def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
                     p.grad.zero_()
 
 
+def teach_tracer() -> None:
+    """Let torch's tracer know what this library's backends need, once."""
+    trace_whole_steps(step, zero_grad)
+    unwrap_quickly(DTensor, "_local")
+
+
 def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function that is traced in place of another, behind a code object of its own, with which Dynamo keeps what it knows.
 
     An optimizer's `step` lies in wrappers, so it is called by name. Results whose graph a backward inside has used up come
     without it.
     """
-    trace_whole_steps(step, zero_grad)
-    unwrap_quickly(DTensor, "_local")
+    teach_tracer()
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", type(function).__name__)
     of_optimizer = isinstance(owner, Optimizer) and name in ("step", "zero_grad")
