@@ -27,7 +27,7 @@ def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         changed = hook(optimizer, args, kwargs)
         if changed is not None:
             args, kwargs = changed
-    with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+    with torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)):
         result = inspect.unwrap(type(optimizer).step)(optimizer, *args, **kwargs)
     for hook in itertools.chain(*after):
         hook(optimizer, args, kwargs)

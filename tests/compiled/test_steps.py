@@ -18,6 +18,20 @@ import shardwise as sw
 from shardwise import Shard
 from shardwise.compiled import capture
 
+
+class Sign(torch.optim.Optimizer):
+    """An optimizer as users write them."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(torch.tanh(p.grad * 100), alpha=group["lr"])
+
+
 SECOND_CALL_DIFFERS = 2  # an optimizer that makes part of its state from the first gradients
 WAYS: dict[str, tuple[Callable[..., Any], dict[str, Any], int]] = {
     "adamw": (torch.optim.AdamW, {}, 1),
@@ -25,6 +39,7 @@ WAYS: dict[str, tuple[Callable[..., Any], dict[str, Any], int]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}, 1),
     "sgd with momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, SECOND_CALL_DIFFERS),
     "adagrad": (torch.optim.Adagrad, {}, 1),
+    "one's own": (Sign, {}, 1),
 }
 MESHES = [{"dp": 2}, {"dp": 2, "tp": 3}]
 
