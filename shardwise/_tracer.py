@@ -151,19 +151,18 @@ def _trace_optimizer(found: Any, methods: dict[str, Callable[..., Any]]) -> None
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         """While torch sets up the optimizer's state, parameters stand for their own gradients, of the same shapes."""
-        before = []
-        if name == "_init_group" and _kind(tx):
-            for p, gradient in _pending_gradients(self.value, tx):
-                if gradient is None:
-                    refuse(self, tx)  # torch would look at the gradient that the parameter had before
-                before.append((p, p.grad))
+        pending = list(_pending_gradients(self.value, tx)) if name == "_init_group" and _kind(tx) else []
+        if any(gradient is None for _, gradient in pending):
+            refuse(self, tx)  # torch would look at the gradient that the parameter had before
+        before = [(p, p.grad) for p, _ in pending]
+        try:
+            for p, gradient in pending:
                 p.grad = p.detach()
                 made[id(p.grad)] = gradient
-        try:
             return call(self, tx, name, args, kwargs)
         finally:
             for p, gradient in before:
-                made.pop(id(p.grad))
+                made.pop(id(p.grad), None)
                 p.grad = gradient
 
     def wrap_tensor(self: Any, tx: Any, value: Any) -> Any:

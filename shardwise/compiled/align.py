@@ -1,6 +1,4 @@
-"""What is done to a user's function before it is traced.
-
-Gradients of leaves take the layout of their leaf inside the compiled backward: where they can be bucketed and overlap.
+"""Gradients of leaves take the layout of their leaf inside the compiled backward: where they can be bucketed and overlap.
 
 In eager mode a hook of the leaf does it, after the backward of the operator that the leaf went into; a compiled program would
 leave it to that hook, one collective after the other.

@@ -314,3 +314,5 @@ def test_a_gradient_of_before_that_the_step_forgets_is_refused() -> None:
 
     with pytest.raises(Exception, match="pending mutation on parameter"):
         capture(step)(training.data()[0])
+    for p in training.model.parameters():
+        assert torch.equal(p.grad.full_tensor(), torch.ones(p.shape)), "as it was"
