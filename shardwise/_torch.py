@@ -48,6 +48,7 @@ __all__ = [
     "hint",
     "inductor_pass",
     "inductor_settings",
+    "is_alias",
     "is_kept",
     "job_store",
     "keep_alive",
@@ -88,6 +89,9 @@ below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 
 #: How many dispatch modes (tracers, say) see the operators that run now; no public function tells.
 dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+
+#: Whether two tensors share memory, also of those that have none of their own while a program is traced.
+is_alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 #: Runs an operator on a wrapper itself, not on what it wraps: how the sizes of a wrapper change in place.
 no_dispatch: Any = torch._C._DisableTorchDispatch

@@ -114,7 +114,13 @@ class DTensor(torch.Tensor):
         >>> x, x.redistribute(sw.init_mesh(tp=2, ranks=[2, 3]), [Shard(0)])
         (DTensor(f32[4, 4@tp], mesh=(tp=4)), DTensor(f32[4@tp, 4], mesh=(tp=2)))
         """
-        target = _target(self._layout, mesh, placements)
+        try:
+            target = _target(self._layout, mesh, placements)
+        except TypeError:  # uneven pieces of a size that is a symbol: the program holds for the size at hand only
+            if type(self._layout) is Layout:
+                raise
+            self._layout = self._layout.settled()
+            target = _target(self._layout, mesh, placements)
         if target is self._layout:
             return self
         if self.requires_grad and torch.is_grad_enabled():

@@ -336,6 +336,25 @@ def test_sizes_may_change(ranks: int, axes: dict[str, int], pool: Any) -> None:
             assert max(found.values()) <= most, found
 
 
+def write_after_cutting(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a cut of a tensor holds after the tensor was written to; the memory of the two must not be the same."""
+
+    def function(x: DTensor) -> DTensor:
+        cut = x.redistribute(placements=[Shard(0)])
+        x.mul_(10.0)
+        return cut
+
+    x = sw.distribute_tensor(torch.arange(1.0, 1.0 + rows), sw.init_mesh(tp=2), [Replicate()])
+    cut = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
+    return cut.full_tensor(), x.full_tensor()
+
+
+def test_a_cut_does_not_follow_what_it_was_cut_from(pool: Any) -> None:
+    for rows in (6, 5, 7):  # the second is traced for all sizes, until its uneven pieces say that it cannot be
+        for cut, x in pool(2).run(write_after_cutting, rows):
+            assert torch.equal(10 * cut, x) and x.tolist() == [10.0 * (i + 1) for i in range(rows)]
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_marked_dims(dim: int) -> None:
     with fake_job(0, 2):
