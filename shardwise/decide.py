@@ -196,7 +196,7 @@ def _choose(rule: Rule, call: Call, bound: Bound, axis: str) -> Candidate | None
     mesh = call.tensors[0].mesh
     ranks, link = mesh.shape[axis], links(mesh)[axis]
     best, least = None, float("inf")
-    for candidate in (*_passes(rule, bound, have), *_cuts(rule, bound, have), plain):  # the first of equals is taken
+    for candidate in (*_passes(rule, bound, have), *_cuts(rule, bound, have, ranks), plain):  # the first of equals is taken
         if call.written is not None and not _keeps(candidate, have, call.written):
             continue
         seconds = _price(candidate, call, bound, have, ranks, link)
@@ -209,9 +209,12 @@ def _keeps(candidate: Candidate, have: tuple[State, ...], written: int) -> bool:
     return candidate.wants[written] == have[written] and candidate.results[:1] in ((), (have[written],))
 
 
-def _cuts(rule: Rule, bound: Bound, have: tuple[State, ...]) -> Iterable[Candidate]:
-    found = (names[s] for names, s in zip(bound.inputs, have, strict=True) if isinstance(s, int))
-    for label in dict.fromkeys(found):
+def _cuts(rule: Rule, bound: Bound, have: tuple[State, ...], ranks: int) -> Iterable[Candidate]:
+    """Cut a label that an input is cut by; where that one cannot be cut, another of that input."""
+    found = [(names, names[s]) for names, s in zip(bound.inputs, have, strict=True) if isinstance(s, int)]
+    others = (other for names, label in found if _is_whole(bound, label) for other in names)
+    instead = [label for label in others if label is not None and hint(bound.sizes[label]) >= ranks]
+    for label in dict.fromkeys([*(label for _, label in found), *instead]):
         if label is None or _is_whole(bound, label):
             continue
         kept = [same or label in names for names, same in zip(bound.outputs, bound.same, strict=True)]
