@@ -1,6 +1,22 @@
 """The one table of rules. Importing this package fills it: one file per operator family."""
 
-from . import advanced, attention, chance, embedding, factory, index, lists, loss, matmul, norm, pointwise, reduce, scan, views
+from . import (
+    advanced,
+    attention,
+    chance,
+    embedding,
+    factory,
+    index,
+    lists,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    pool,
+    reduce,
+    scan,
+    views,
+)
 from .table import TABLE, find, rule
 
 __all__ = [
@@ -17,6 +33,7 @@ __all__ = [
     "matmul",
     "norm",
     "pointwise",
+    "pool",
     "reduce",
     "rule",
     "scan",
