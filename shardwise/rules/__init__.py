@@ -15,6 +15,7 @@ from . import (
     pool,
     reduce,
     scan,
+    spatial,
     views,
 )
 from .table import TABLE, find, rule
@@ -37,5 +38,6 @@ __all__ = [
     "reduce",
     "rule",
     "scan",
+    "spatial",
     "views",
 ]

@@ -152,9 +152,14 @@ def _renumbered(index: Tensor, before: Sequence[int], shift: Sequence[Tensor], a
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _pools(names: str, text: str, **words: Any) -> None:
-    """Rows for two and for three spatial dims, `#` in the names; in the sentence `x` is the plane, `y` is pooled from it."""
-    for count, x, y in (("2", "n c h w", "n c p q"), ("3", "n c d h w", "n c e p q")):
+#: For one, two and three spatial dims: the letters of a plane, and of what is made from it.
+_LETTERS = {"1": ("n c w", "n c q"), "2": ("n c h w", "n c p q"), "3": ("n c d h w", "n c e p q")}
+
+
+def planes(names: str, text: str, counts: str = "23", **words: Any) -> None:
+    """Rows for each number of spatial dims, `#` in the names; in the sentence `x` is the plane, `y` is made from it."""
+    for count in counts:
+        x, y = _LETTERS[count]
         sentence = text.replace("x", x).replace("y", y)
         spatial(names.replace("#", count), sentence, whole=frozenset("dhwepqr"), lost=None, **words)
 
@@ -166,17 +171,17 @@ def _scatter_back(tools: Any, op: Any, grad: Any, x: Any, *rest: Any) -> Any:
 
 
 #: Gradients take the input for its shape alone, so that it may be pending where they are.
-_SHAPE_ONLY = ((0,), (0, 1))
+SHAPE_ONLY = ((0,), (0, 1))
 
-_pools("avg_pool#d", "x -> y", linear=((0,),), function=_windows)
-_pools("avg_pool#d_backward", "y, x -> x", linear=_SHAPE_ONLY, function=_windows)
-_pools("max_pool#d_with_indices", "x -> y, y", function=_windows)
-_pools("max_pool#d_with_indices_backward", "y, x, y -> x", linear=_SHAPE_ONLY, function=_windows)
-_pools("_adaptive_avg_pool#d", "x -> y", linear=((0,),))
-_pools("_adaptive_avg_pool#d_backward", "y, x -> x", linear=_SHAPE_ONLY)
-_pools("adaptive_max_pool#d", "x -> y, y")
-_pools("fractional_max_pool#d", "x, n c r -> y, y")
-_pools("adaptive_max_pool#d_backward", "y, x, y -> x", linear=_SHAPE_ONLY)
-spatial("fractional_max_pool2d_backward", "n c p q, n c h w, n c p q -> n c h w", whole="h w p q", linear=_SHAPE_ONLY)
+planes("avg_pool#d", "x -> y", linear=((0,),), function=_windows)
+planes("avg_pool#d_backward", "y, x -> x", linear=SHAPE_ONLY, function=_windows)
+planes("max_pool#d_with_indices", "x -> y, y", function=_windows)
+planes("max_pool#d_with_indices_backward", "y, x, y -> x", linear=SHAPE_ONLY, function=_windows)
+planes("_adaptive_avg_pool#d", "x -> y", linear=((0,),))
+planes("_adaptive_avg_pool#d_backward", "y, x -> x", linear=SHAPE_ONLY)
+planes("adaptive_max_pool#d", "x -> y, y")
+planes("fractional_max_pool#d", "x, n c r -> y, y")
+planes("adaptive_max_pool#d_backward", "y, x, y -> x", linear=SHAPE_ONLY)
+spatial("fractional_max_pool2d_backward", "n c p q, n c h w, n c p q -> n c h w", whole="h w p q", linear=SHAPE_ONLY)
 rule("fractional_max_pool3d_backward", program=_scatter_back)
-_pools("max_unpool#d", "y, y -> x")  # not linear: of windows that overlap, any one writes
+planes("max_unpool#d", "y, y -> x")  # not linear: of windows that overlap, any one writes
