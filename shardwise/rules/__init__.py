@@ -1,6 +1,24 @@
 """The one table of rules. Importing this package fills it: one file per operator family."""
 
-from . import advanced, attention, chance, embedding, factory, index, lists, loss, matmul, norm, pointwise, reduce, scan, views
+from . import (
+    advanced,
+    attention,
+    chance,
+    embedding,
+    factory,
+    index,
+    lists,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    pool,
+    recurrent,
+    reduce,
+    scan,
+    spatial,
+    views,
+)
 from .table import TABLE, find, rule
 
 __all__ = [
@@ -17,8 +35,11 @@ __all__ = [
     "matmul",
     "norm",
     "pointwise",
+    "pool",
+    "recurrent",
     "reduce",
     "rule",
     "scan",
+    "spatial",
     "views",
 ]
