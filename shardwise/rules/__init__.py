@@ -1,6 +1,24 @@
 """The one table of rules. Importing this package fills it: one file per operator family."""
 
-from . import advanced, attention, chance, embedding, factory, index, lists, loss, matmul, norm, pointwise, reduce, scan, views
+from . import (
+    advanced,
+    attention,
+    chance,
+    embedding,
+    factory,
+    fourier,
+    index,
+    linalg,
+    lists,
+    loss,
+    matmul,
+    norm,
+    order,
+    pointwise,
+    reduce,
+    scan,
+    views,
+)
 from .table import TABLE, find, rule
 
 __all__ = [
@@ -11,11 +29,14 @@ __all__ = [
     "embedding",
     "factory",
     "find",
+    "fourier",
     "index",
+    "linalg",
     "lists",
     "loss",
     "matmul",
     "norm",
+    "order",
     "pointwise",
     "reduce",
     "rule",
