@@ -1,8 +1,8 @@
 """decide(call): which layouts an operator's tensors should have, which its results then have, and what runs on each rank. Pure.
 
 A rule speaks of one mesh axis; here it is lifted to a mesh axis by axis, so the work grows with the number of axes, not with
-their product. For each axis the cheapest of a few candidates is taken: cut a letter that some input is already cut by, let a
-pending value pass, or replicate.
+their product. For each axis the cheapest of a few candidates is taken: cut a letter that some input is already cut by (or one
+beside it, if it has to be whole), let a pending value pass, or replicate.
 """
 
 from __future__ import annotations
@@ -196,7 +196,8 @@ def _choose(rule: Rule, call: Call, bound: Bound, axis: str) -> Candidate | None
     mesh = call.tensors[0].mesh
     ranks, link = mesh.shape[axis], links(mesh)[axis]
     best, least = None, float("inf")
-    for candidate in (*_passes(rule, bound, have), *_cuts(rule, bound, have, ranks), plain):  # the first of equals is taken
+    cuts = _cuts(rule, bound, have, _labels(call, bound, have, ranks))
+    for candidate in (*_passes(rule, bound, have), *cuts, plain):  # the first of equals is taken
         if call.written is not None and not _keeps(candidate, have, call.written):
             continue
         seconds = _price(candidate, call, bound, have, ranks, link)
@@ -209,14 +210,23 @@ def _keeps(candidate: Candidate, have: tuple[State, ...], written: int) -> bool:
     return candidate.wants[written] == have[written] and candidate.results[:1] in ((), (have[written],))
 
 
-def _cuts(rule: Rule, bound: Bound, have: tuple[State, ...], ranks: int) -> Iterable[Candidate]:
-    """Cut a label that an input is cut by; where that one cannot be cut, another of that input."""
-    found = [(names, names[s]) for names, s in zip(bound.inputs, have, strict=True) if isinstance(s, int)]
-    others = (other for names, label in found if _is_whole(bound, label) for other in names)
-    instead = [label for label in others if label is not None and hint(bound.sizes[label]) >= ranks]
-    for label in dict.fromkeys([*(label for _, label in found), *instead]):
-        if label is None or _is_whole(bound, label):
+def _labels(call: Call, bound: Bound, have: tuple[State, ...], ranks: int) -> Iterable[str]:
+    """The labels that the axis may cut: those that it cuts now and, for one that has to be whole, the longest of the others,
+    which costs an exchange where replicating costs a gather."""
+    for tensor, names, state in zip(call.tensors, bound.inputs, have, strict=True):
+        if not isinstance(state, int) or names[state] is None:
             continue
+        if not _is_whole(bound, names[state]):
+            yield str(names[state])
+            continue
+        others = [(tensor.held(d), label) for d, label in enumerate(names) if label is not None and not _is_whole(bound, label)]
+        longest, label = max(others, key=lambda pair: pair[0], default=(0, ""))
+        if longest >= ranks:
+            yield label
+
+
+def _cuts(rule: Rule, bound: Bound, have: tuple[State, ...], found: Iterable[str]) -> Iterable[Candidate]:
+    for label in dict.fromkeys(found):
         kept = [same or label in names for names, same in zip(bound.outputs, bound.same, strict=True)]
         if not all(kept) and rule.lost is None:
             continue

@@ -1,4 +1,5 @@
-"""Indexing by tensors: `x[i, :, j]` and `x[i, :, j] = y`. Each call has a sentence of its own: its dims come from the indices.
+"""Indexing by tensors and masks: `x[i, :, j]` and `x[i, :, j] = y`. Each call has a sentence of its own: its dims come from
+the indices.
 
 Letters: `u` for dims that are not indexed, `s` for those that are, `j` for the dims of the indices, broadcast together. All may
 be cut; an `s` that is cut is read as a pending sum, and written to with a spare row for what falls to other ranks.
@@ -6,6 +7,7 @@ be cut; an `s` that is cut is read as a pending sum, and written to with a spare
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import Layout
+from .._torch import tracing_context
+from ..layout import Factor, Layout, cut, whole
+from ..mesh import Mesh
 from .notation import Call, Pattern, Proposal, Rule
 from .piece import Piece, at_least_one, keep, padded
 from .table import rule
@@ -107,7 +111,7 @@ def _write(indexed: Sequence[int], call: Call, wants: Sequence[Layout]) -> Any:
 
 def _index(call: Call) -> Rule | Proposal:
     if _has_masks(call):
-        return Proposal((), (), program=_by_number)
+        return Proposal((), (), program=_by_mask)
     own, together, out, indexed = _letters(call)
     inputs = (_pattern(own), *(_pattern(together) for _ in indexed))
     behind = len(out) - out.index(together[-1]) - 1 if together else 0
@@ -116,7 +120,7 @@ def _index(call: Call) -> Rule | Proposal:
 
 def _index_put(call: Call) -> Rule | Proposal:
     if _has_masks(call):
-        return Proposal((), (), program=_fill_or_number)
+        return Proposal((), (), program=_put_by_mask)
     own, together, out, indexed = _letters(call)
     inputs = (_pattern(own), *(_pattern(together) for _ in indexed), _pattern(out))
     added = ((0, len(inputs) - 1),)
@@ -127,6 +131,98 @@ def _index_put(call: Call) -> Rule | Proposal:
 
 
 # ── masks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# Where only the first of a mask's dims is cut, what it selects is cut too, into as many elements as each rank finds: the ranks
+# tell each other how many these are, and no data moves. A traced program has no numbers that depend on data: there all is
+# whole.
+
+
+def _cut_alike(tools: Any, mesh: Mesh, mask: Any, *tensors: Any) -> tuple[Factor | None, list[Any]]:
+    """How the first dim is cut, and the tensors, whose first dims are those of the mask, with no other of these cut."""
+    several = [_on(tools, mesh, x) for x in (mask, *tensors)]
+    ndim, layouts = mask.ndim, [tools.layout(x).reduced() for x in several]
+    if tracing_context() is not None or not ndim:
+        return None, [tools.move(x, layout.replicated()) for x, layout in zip(several, layouts, strict=True)]
+    cuts = [[axis for dim in range(ndim) for axis in layout.axes_of(dim)] for layout in layouts]
+    lead = max(range(len(cuts)), key=lambda i: (len(cuts[i]), i))
+    first = layouts[lead].dims[0]
+    if len(first) > 1 or set(first[0].axes) != set(cuts[lead]):
+        first = (cut(mask.shape[0], cuts[lead], mesh),)
+    front = [first, *((whole(n),) for n in mask.shape[1:])]
+    wants = [layout.replace(dims=[*front, *layout.without(cuts[lead]).dims[ndim:]]) for layout in layouts]
+    return (first[0] if cuts[lead] else None), [tools.move(x, want) for x, want in zip(several, wants, strict=True)]
+
+
+def _on(tools: Any, mesh: Mesh, x: Any) -> Any:
+    return x if tools.is_distributed(x) and tools.layout(x).mesh is mesh else tools.replicated(x, mesh, tools.operator)
+
+
+def _counted(tools: Any, mesh: Mesh, factor: Factor | None, count: Tensor) -> Factor:
+    """What the ranks select, one after the other, from the number of elements that each finds."""
+    if factor is None:
+        return whole(int(tools.plain(tools.wrap(count, Layout.of(mesh, [(whole(1),)], (), torch.int64)))))
+    shards = len(factor.sizes)
+    each = Layout.of(mesh, [(Factor(shards, factor.axes, (1,) * shards),)], (), torch.int64)
+    sizes = tools.plain(tools.wrap(count, each), tools.operator).tolist()
+    return Factor(sum(sizes), factor.axes, tuple(sizes))
+
+
+def _found(x: Tensor) -> Tensor:
+    return x.count_nonzero().view(1)
+
+
+def _nonzero(tools: Any, op: Any, x: Any) -> Any:
+    mesh = tools.mesh(x)
+    factor, (x,) = _cut_alike(tools, mesh, x)
+    start = tools.offset(tools.layout(x), 0) if factor else None
+    local = tools.each(_numbered, mesh, x, start)
+    found = _counted(tools, mesh, factor, tools.each(_found, mesh, x))
+    return tools.wrap(local, Layout.of(mesh, [(found,), (whole(x.ndim),)], (), torch.int64))
+
+
+def _numbered(x: Tensor, start: Tensor | None) -> Tensor:
+    found = torch.nonzero(x).contiguous()
+    if start is not None:
+        found[:, 0] += start
+    return found
+
+
+def _masked_select(tools: Any, op: Any, x: Any, mask: Any) -> Any:
+    shape = torch.broadcast_shapes(x.shape, mask.shape) or (1,)
+    return _select(tools, aten.index.Tensor, x.expand(shape), [mask.expand(shape)])
+
+
+def _select(tools: Any, op: Any, x: Any, indices: Sequence[Any]) -> Any:
+    mesh = tools.mesh(x, *indices)
+    factor, (mask, x) = _cut_alike(tools, mesh, indices[0], x)
+    found = _counted(tools, mesh, factor, tools.each(_found, mesh, mask))
+    local = tools.each(lambda x, mask: op(x, [mask]), mesh, x, mask)
+    return tools.wrap(local, Layout.of(mesh, [(found,), *tools.layout(x).dims[mask.ndim :]], (), x.dtype))
+
+
+def _masked_scatter(tools: Any, op: Any, x: Any, mask: Any, source: Any) -> Any:
+    shape, mesh = torch.broadcast_shapes(x.shape, mask.shape), tools.mesh(x, mask, source)
+    factor, (mask, x) = _cut_alike(tools, mesh, mask.expand(shape), x.expand(shape))
+    found = _counted(tools, mesh, factor, tools.each(_found, mesh, mask))
+    if source.numel() < found.size:
+        raise RuntimeError(f"masked_scatter: the mask selects {found.size} elements, but source has only {source.numel()}")
+    line = _on(tools, mesh, source.reshape(-1)[: found.size])
+    line = tools.move(line, tools.layout(line).replace(dims=[(found,)], partials=()), tools.operator)
+    return tools.wrap(tools.each(op, mesh, x, mask, line), tools.layout(x).replace(stride=None))
+
+
+def _masked_scatter_backward(tools: Any, op: Any, grad: Any, mask: Any, sizes: list[int]) -> Any:
+    found = aten.masked_select(grad, mask)
+    return aten.cat([found, found.new_zeros(math.prod(sizes) - found.shape[0])]).reshape(sizes)
+
+
+rule("nonzero", program=_nonzero)
+rule("masked_select", program=_masked_select)
+rule("masked_scatter", program=_masked_scatter)
+rule("masked_scatter_backward", program=_masked_scatter_backward)
+
+
+# ── masks among indices ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _numbers(indices: Sequence[Any]) -> list[Any]:
@@ -140,20 +236,38 @@ def _numbers(indices: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _by_number(tools: Any, op: Any, x: Any, indices: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    return op(x, _numbers(indices), *args, **kwargs)
+def _leads(x: Any, indices: Sequence[Any]) -> bool:
+    """Whether the first index is a mask, and the only one; one that does not fit is told of by the operator itself."""
+    mask = indices[0]
+    return mask is not None and not any(i is not None for i in indices[1:]) and mask.shape == x.shape[: mask.ndim]
 
 
-def _fill_or_number(
+def _by_mask(tools: Any, op: Any, x: Any, indices: Sequence[Any]) -> Any:
+    return _select(tools, op, x, indices) if _leads(x, indices) else op(x, _numbers(indices))
+
+
+def _put_by_mask(
     tools: Any, op: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *unsafe: bool
 ) -> Any:
     """One value for all elements of one mask is a `masked_fill`, which needs no number of elements."""
-    mask = indices[0]
-    if accumulate or len(indices) > 1 or mask is None or values.numel() != 1:
+    if not _leads(x, indices):
         return op(x, _numbers(indices), values, accumulate, *unsafe)
-    mask = mask.to(torch.bool)[(..., *[None] * (x.ndim - mask.ndim))]
-    fill = aten.masked_fill_ if op._schema.is_mutable else aten.masked_fill
-    return fill(x, mask, values.reshape(()).to(x.dtype))
+    mask, in_place = indices[0], op._schema.is_mutable
+    if values.numel() == 1 and not accumulate:
+        mask = mask.to(torch.bool)[(..., *[None] * (x.ndim - mask.ndim))]
+        return (aten.masked_fill_ if in_place else aten.masked_fill)(x, mask, values.reshape(()).to(x.dtype))
+    mesh = tools.mesh(x, mask, values)
+    factor, (mask, target) = _cut_alike(tools, mesh, mask, x)
+    found, layout = _counted(tools, mesh, factor, tools.each(_found, mesh, mask)), tools.layout(target)
+    values = _on(tools, mesh, values.expand(found.size, *x.shape[mask.ndim :]))
+    goal = tools.layout(values).replace(dims=[(found,), *layout.dims[mask.ndim :]], partials=())
+    local = tools.each(_put_local, mesh, target, mask, tools.move(values, goal, tools.operator), accumulate)
+    out = tools.wrap(local, layout.replace(stride=None))
+    return x.copy_(out) if in_place else out
+
+
+def _put_local(x: Tensor, mask: Tensor, values: Tensor, accumulate: bool) -> Tensor:
+    return aten.index_put(x, [mask], values, accumulate)
 
 
 rule("index.Tensor _unsafe_index.Tensor", function=_index)

@@ -194,12 +194,11 @@ def labels(pattern: Pattern, call: Call, layout_ndim: int) -> tuple[str, ...]:
     >>> labels(parse("... m k -> m")[0][0], None, 4)
     ('.1', '.0', 'm', 'k')
     """
-    if not pattern.ellipsis:
-        return pattern.before[max(0, len(pattern.before) - layout_ndim) :]
     count = layout_ndim - len(pattern.before) - len(pattern.after)
-    middle = [f".{count - 1 - i}" for i in range(count)]
+    middle = [f".{count - 1 - i}" for i in range(count)] if pattern.ellipsis else []
     if pattern.named is not None:
         for dim in call.dims(pattern.named, layout_ndim):
             if dim < count:
                 middle[dim] = pattern.letter or f"[]{dim}"
-    return (*pattern.before, *middle, *pattern.after)
+    names = (*pattern.before, *middle, *pattern.after)
+    return names[max(0, len(names) - layout_ndim) :]

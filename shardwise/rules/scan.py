@@ -1,5 +1,4 @@
-"""Scans and orders along a dim: a scan of a cut dim is a local scan plus the carry of the shards before; an order needs the
-whole dim."""
+"""Scans along a dim: a scan of a cut dim is a local scan plus the carry of the shards before."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from .table import rule
 
 aten = torch.ops.aten
 
-# ── scans ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sums and products ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Scan(NamedTuple):
@@ -38,15 +37,20 @@ def _scan(kind: str, tools: Any, op: Any, x: Any, dim: int, **words: Any) -> Any
     """Every shard scans its own and gives its last row, the total; all get all totals, and carry those before their own."""
     x = reduced(tools, x)
     layout, dim = tools.layout(x), dim % x.ndim
-    if len(layout.dims[dim]) > 1:  # a shard is no one interval, so it has several totals
+    if len(layout.dims[dim]) > 1:
         return op(tools.move(x, layout.without(layout.axes_of(dim))), dim, **words)
     own = tools.each(_local_scan, layout.mesh, op, x, dim, words)
-    dtype = own.dtype
-    rows = _row_per_shard(layout, dim).replace(dtype=dtype, stride=None)
-    totals = tools.wrap(tools.each(_last_row, layout.mesh, own, dim), rows)
-    every = tools.move(totals, rows.without(layout.axes_of(dim)))
-    local = tools.each(_carried, layout.mesh, own, every, tools.offset(rows, dim), dim, kind)
-    return tools.wrap(local, layout.replace(dtype=dtype, stride=None))
+    every, mine = _last_rows(tools, own, layout, dim)
+    local = tools.each(_carried, layout.mesh, own, every, mine, dim, kind)
+    return tools.wrap(local, layout.replace(dtype=own.dtype, stride=None))
+
+
+def _last_rows(tools: Any, own: Tensor, layout: Layout, dim: int) -> tuple[Any, Tensor]:
+    """The last row of every shard that has one, on every rank, and how many of them are before its own. The dim is one factor:
+    of several, a shard would be no one interval and have several last rows."""
+    rows = _row_per_shard(layout, dim).replace(dtype=own.dtype, stride=None)
+    last = tools.wrap(tools.each(_last_row, layout.mesh, own, dim), rows)
+    return tools.move(last, rows.without(layout.axes_of(dim))), tools.offset(rows, dim)
 
 
 def _row_per_shard(layout: Layout, dim: int) -> Layout:
@@ -74,9 +78,37 @@ def _carried(own: Tensor, every: Tensor, mine: Tensor, dim: int, kind: str) -> T
 rule("cumsum", "...[dim] -> ...[dim]", whole="[]", linear=((0,),), program=partial(_scan, "sum"))
 rule("cumprod", "...[dim] -> ...[dim]", whole="[]", program=partial(_scan, "product"))
 rule("logcumsumexp", "...[dim] -> ...[dim]", whole="[]", program=partial(_scan, "logsumexp"))
-rule("cummax cummin", "...[dim] -> ...[dim]", whole="[]")
 
-# ── orders ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── extremes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-rule("sort topk", "...[dim] -> ...[dim]", whole="[]")
-rule("kthvalue median nanmedian mode", "...[dim] -> ...", whole="[]")
+
+def _extremes(no_worse: Callable[[Tensor, Tensor], Tensor], tools: Any, op: Any, x: Any, dim: int) -> tuple[Any, Any]:
+    """The same with the index of each extreme: of equal values the last is taken, and nan is the best of all."""
+    x = reduced(tools, x)
+    layout, dim = tools.layout(x), dim % x.ndim
+    if len(layout.dims[dim]) > 1:
+        return op(tools.move(x, layout.without(layout.axes_of(dim))), dim)
+    value, index = tools.each(_local_extremes, layout.mesh, op, x, dim, tools.offset(layout, dim))
+    values, mine = _last_rows(tools, value, layout, dim)
+    indices, _ = _last_rows(tools, index, layout, dim)
+    pairs = [value, index, values, indices, mine]
+    value, index = tools.each(_carried_extremes, layout.mesh, op, no_worse, dim, *pairs)
+    return tools.wrap(value, layout.replace(stride=None)), tools.wrap(index, layout.replace(dtype=torch.int64, stride=None))
+
+
+def _local_extremes(op: Any, x: Tensor, dim: int, offset: Tensor) -> tuple[Tensor, Tensor]:
+    value, index = op(x, dim)
+    return value.contiguous(), (index + offset).contiguous()
+
+
+def _carried_extremes(op: Any, no_worse: Any, dim: int, *pairs: Tensor) -> tuple[Tensor, Tensor]:
+    value, index, values, indices, mine = pairs
+    best, row = op(values, dim)
+    before = (mine - 1).clamp(min=0).view(1)
+    carry, place = best.index_select(dim, before), indices.gather(dim, row).index_select(dim, before)
+    own = (mine == 0) | (value != value) | ((carry == carry) & no_worse(value, carry))
+    return torch.where(own, value, carry), torch.where(own, index, place)
+
+
+rule("cummax", "...[dim] -> ...[dim]", whole="[]", program=partial(_extremes, torch.ge))
+rule("cummin", "...[dim] -> ...[dim]", whole="[]", program=partial(_extremes, torch.le))
