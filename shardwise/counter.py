@@ -42,7 +42,7 @@ def bits(z: Tensor, key: Any, other: Any) -> Tensor:
     """64 random bits for each index, in place. Every step can be undone, so other indices have other bits; the second key
     enters in the middle, so the bits under one pair of keys are no part of those under another."""
     high = torch.empty_like(z)
-    z.mul_(STEP).add_(key)
+    z.bitwise_xor_(key).mul_(STEP)  # a compiler that follows sums and products of indices in exact arithmetic stops here
     _fold(z, high).mul_(FIRST)
     _fold(z, high).bitwise_xor_(other).mul_(SECOND)
     _fold(z, high).mul_(FIRST)

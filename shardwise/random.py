@@ -241,9 +241,8 @@ def traced_piece(draw: Draw, layout: Layout, shape: Sequence[int], box: Any, key
     device = torch.device(device.type)
     made, (starts, lengths, strides) = recipe(draw, layout.dtype), box
     if not (is_decomposing() and made.fuses):
-        starts = [start if isinstance(start, Tensor) else torch.full((), start, device=device) for start in starts]
         facts = (layout.dtype, device, *draw)
-        drawn: Tensor = torch.ops.shardwise.draw(key, starts, lengths, strides, shape, *facts)
+        drawn: Tensor = torch.ops.shardwise.draw(key, list(starts), lengths, strides, shape, *facts)
         return drawn
     there = key.to(device)
     flat = bits(index(Spans(*box), device), there[0], there[1])

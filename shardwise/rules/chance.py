@@ -51,7 +51,7 @@ def _traced_spans(tools: Any, layout: Layout) -> tuple[Any, ...]:
     for side in sides(layout):
         sizes, shard = side.factor.sizes, partial(layout.shard, side.factor)
         if min(sizes) == max(sizes):  # also where sizes are symbols
-            start = tools.number(Number(shard), layout.mesh) * (sizes[0] * side.times) if side.factor.axes else 0
+            start = tools.number(Number(shard), layout.mesh) * (sizes[0] * side.times)
             lengths.append(sizes[0] * side.times)
         else:
             start = tools.number(Number(lambda place, side=side, shard=shard: side.start(shard(place))), layout.mesh)
