@@ -13,7 +13,7 @@ from .errors import (
     ShardwiseError,
     WorldError,
 )
-from .factories import empty, full, ones, rand, randn, zeros
+from .factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from .identity import VERSION as __version__  # noqa: F401  known by this name
 from .layout import Layout
 from .layout import make_layout as layout
@@ -58,7 +58,9 @@ __all__ = [
     "ones",
     "plan",
     "rand",
+    "randint",
     "randn",
+    "randperm",
     "relabel",
     "save_artifacts",
     "simulate",

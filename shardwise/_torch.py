@@ -46,9 +46,11 @@ __all__ = [
     "decompositions",
     "dispatch_modes",
     "hint",
+    "in_order",
     "inductor_pass",
     "inductor_settings",
     "is_alias",
+    "is_decomposing",
     "is_kept",
     "job_store",
     "keep_alive",
@@ -416,6 +418,26 @@ def rebuilt(size: Any, known_sizes: Iterable[Any]) -> Any:
 
     found = build(size.node.expr) if isinstance(size, torch.SymInt) else size
     return size if found is None else found
+
+
+def is_decomposing() -> bool:
+    """Whether what is traced is for a compiler that wants operators in small pieces, to fuse them."""
+    module = importlib.import_module("torch.fx.experimental.proxy_tensor")
+    mode = module.get_proxy_mode()
+    return bool(mode is not None and getattr(mode, "decomposition_table", None) or getattr(module, _TABLE_BEFORE_2_13, None))
+
+
+_TABLE_BEFORE_2_13 = "CURRENT_DECOMPOSITION_TABLE"
+
+
+def in_order(operator: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
+    """What an operator gives that takes its own last result in the same trace, so that its calls stay in order. What one trace
+    has in common is the mode that sees its operators; the first of the traces of a function has none, and needs no order."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    found = operator(getattr(mode, "shardwise_last", None))
+    if mode is not None:
+        mode.shardwise_last = found
+    return found
 
 
 # ── graph passes ──

@@ -64,14 +64,14 @@ torch.library.impl("shardwise::distribute", "CompositeImplicitAutograd", _distri
 
 torch.library.define(
     "shardwise::new",
-    "(SymInt[] shape, str mesh, str placements, ScalarType dtype, Scalar? value, str draw, str library) -> Tensor",
+    "(SymInt[] shape, str mesh, str placements, ScalarType dtype, str draw, Scalar[] numbers, str library) -> Tensor",
 )
 
 
 def _new_traced(  # noqa: PLR0913  as the operator
-    shape: Any, mesh: str, placements: str, dtype: torch.dtype, value: Any, draw: str, library: str
+    shape: Any, mesh: str, placements: str, dtype: torch.dtype, draw: str, numbers: Any, library: str
 ) -> Tensor:
-    return made_tensor(shape, _mesh(mesh), as_read(placements), dtype, Want(value, draw))
+    return made_tensor(shape, _mesh(mesh), as_read(placements), dtype, Want(draw, tuple(numbers)))
 
 
 torch.library.impl("shardwise::new", "CompositeImplicitAutograd", _new_traced)

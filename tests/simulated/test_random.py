@@ -12,7 +12,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard
-from shardwise.random import MOST, State, get_rng_state, next_seed, set_rng_state
+from shardwise.random import MOST, State, get_rng_state, next_key, set_rng_state
 from tests.laws import distributed, equal
 
 MESHES = [sw.init_mesh(a=1), sw.init_mesh(a=2), sw.init_mesh(a=3), sw.init_mesh(a=2, b=2)]
@@ -91,13 +91,13 @@ def test_random_numbers_into_an_argument_are_refused() -> None:
 
 def test_the_seed_starts_the_count_even_if_it_is_the_same() -> None:
     torch.manual_seed(0)
-    first = [next_seed() for _ in range(3)]
+    first = [next_key() for _ in range(3)]
     assert len(set(first)) == 3
     torch.manual_seed(0)
     torch.rand(10)
-    assert [next_seed() for _ in range(3)] == first
+    assert [next_key() for _ in range(3)] == first
     torch.manual_seed(1)
-    assert next_seed() not in first
+    assert next_key() not in first
 
 
 def plain_draws() -> list[Tensor]:
@@ -117,7 +117,7 @@ def test_plain_calls_leave_the_count_alone_and_are_left_alone() -> None:
     torch.manual_seed(4)
     want = plain_draws()
     torch.manual_seed(4)
-    next_seed()
+    next_key()
     got = plain_draws()
     assert get_rng_state() == State(4, 1)
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
@@ -126,36 +126,36 @@ def test_plain_calls_leave_the_count_alone_and_are_left_alone() -> None:
     want = torch.randn(1)
     torch.manual_seed(4)
     torch.randn(1)
-    next_seed()
+    next_key()
     assert torch.equal(torch.randn(1), want)
 
 
 def test_what_restores_torch_restores_the_count() -> None:
     torch.manual_seed(6)
-    next_seed()
+    next_key()
     saved = torch.get_rng_state()
-    want = next_seed()
+    want = next_key()
     with torch.random.fork_rng():
-        next_seed()
+        next_key()
         torch.manual_seed(7)
-        next_seed()
+        next_key()
     assert get_rng_state() == State(6, 2)
     torch.set_rng_state(saved)
-    assert next_seed() == want
+    assert next_key() == want
 
 
 def test_state_can_be_set() -> None:
     torch.manual_seed(8)
-    next_seed()
-    state, want = get_rng_state(), next_seed()
+    next_key()
+    state, want = get_rng_state(), next_key()
     torch.manual_seed(9)
     set_rng_state(state)
-    assert next_seed() == want and torch.initial_seed() == 8
+    assert next_key() == want and torch.initial_seed() == 8
 
 
 def test_too_many_calls_are_refused() -> None:
     torch.manual_seed(0)
     set_rng_state(State(0, MOST))
     with pytest.raises(sw.errors.OperatorError, match=f"more than {MOST} random calls"):
-        next_seed()
+        next_key()
     torch.manual_seed(0)
