@@ -50,8 +50,10 @@ __all__ = [
     "inductor_pass",
     "inductor_settings",
     "is_alias",
+    "is_batched",
     "is_decomposing",
     "is_kept",
+    "is_traced_whole",
     "job_store",
     "keep_alive",
     "known",
@@ -100,6 +102,17 @@ no_dispatch: Any = torch._C._DisableTorchDispatch
 
 #: The compiled function under an overload: calling it saves a Python frame.
 raw_call: Any = attrgetter("_op")
+
+
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether a tensor is many at once, by `vmap` or by `is_grads_batched`: only its dispatch keys tell."""
+    return "Batched" in repr(torch._C._dispatch_keys(x))
+
+
+def is_traced_whole(x: torch.Tensor) -> bool:
+    """Whether `make_fx` is at work and follows this tensor, of whatever class, as one value: its own table tells."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return mode is not None and x in mode.tracer.tensor_tracker
 
 
 class _Reached(Exception):
@@ -424,7 +437,7 @@ def is_decomposing() -> bool:
     """Whether what is traced is for a compiler that wants operators in small pieces, to fuse them."""
     module = importlib.import_module("torch.fx.experimental.proxy_tensor")
     mode = module.get_proxy_mode()
-    return bool(mode is not None and getattr(mode, "decomposition_table", None) or getattr(module, _TABLE_BEFORE_2_13, None))
+    return bool((mode is not None and getattr(mode, "decomposition_table", None)) or getattr(module, _TABLE_BEFORE_2_13, None))
 
 
 _TABLE_BEFORE_2_13 = "CURRENT_DECOMPOSITION_TABLE"

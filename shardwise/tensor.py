@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import SymInt, Tensor
 
-from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, base_of, no_torch_function
+from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, base_of, is_batched, no_torch_function
 from .comm import door
 from .comm.trace import current
 from .dispatch import dispatch
@@ -142,7 +142,7 @@ class DTensor(torch.Tensor):
     def layout(self) -> Any:  # type: ignore[override]  # torch's own `layout` is an attribute
         """What each rank holds. (torch's own code, which asks how the elements lie in memory, is told: strided.)"""
         asker = sys._getframe(1).f_globals.get("__name__", "")
-        return torch.strided if asker.startswith("torch.") and asker != READS_ATTRIBUTES else self._layout
+        return torch.strided if asker.partition(".")[0] == "torch" and asker != READS_ATTRIBUTES else self._layout
 
     @property
     def _base(self) -> Any:  # type: ignore[override]
@@ -388,6 +388,8 @@ def align_grad(grad: Any, layout: Layout) -> Any:
     if grad is None:  # no gradient flows
         return None
     if not isinstance(grad, DTensor):
+        if is_batched(grad):  # many gradients at once: they go where they are asked for, not into a leaf
+            return grad
         return distribute_tensor(grad, layout.mesh, layout, src_data_rank=None)
     target = _as_cut(grad._layout, layout)
     if grad._layout is target or grad.requires_grad:

@@ -208,7 +208,7 @@ def _multinomial(tools: Any, op: Any, p: Any, count: int, replacement: bool = Fa
 
 
 def _check_weights(p: Any, count: int, replacement: bool) -> None:
-    if p.ndim not in (1, 2) or not 0 < count or (count > p.shape[-1] and not replacement):
+    if p.ndim not in (1, 2) or not count > 0 or (count > p.shape[-1] and not replacement):
         raise OperatorError(
             f"multinomial of {count} from weights of shape {list(p.shape)}, {'with' if replacement else 'without'} replacement: "
             "it takes a vector or a matrix, at least one index, and without replacement no more than there are weights"

@@ -58,6 +58,8 @@ class Rule:
     program      runs on DTensors, instead of the sentence, when a letter of `whole` is cut; always where there is no sentence
     function     proposes layouts where a sentence cannot say it, or gives a rule for this one call, of which the inputs are
                  all its tensors in order; where it gives None, the sentence holds
+    gives        shape and dtype of each result from the arguments by name (layouts for tensors), where torch's own operator on
+                 tensors without data will not do
     copies       its result is a view on one device, but not here
     zipped       its lists go element by element, so they may be split and run apart
     static/free  arguments that enter the key by value / by type only, against the default (see `keyed_by_value`)
@@ -72,6 +74,7 @@ class Rule:
     kernel: KernelMaker | None = None
     program: Kernel | None = None
     function: Callable[[Call], Proposal | Rule | None] | None = None
+    gives: Callable[[dict[str, Any]], Sequence[tuple[Sequence[int], Any]]] | None = None
     copies: bool = False
     zipped: bool = False
     static: frozenset[str] = frozenset()
