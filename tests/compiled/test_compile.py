@@ -23,7 +23,12 @@ from shardwise import DTensor, Replicate, Shard
 from shardwise._torch import HAS_KEYS, local_graphs
 from tests.compiled.functions import UNEVEN, assert_same, fake_job, functions, inputs, values
 
-AXES = {2: [{"tp": 2}], 4: [{"tp": 4}, {"dp": 2, "tp": 2}], 8: [{"a": 2, "b": 2, "c": 2}]}
+AXES = [
+    (2, {"tp": 2}),
+    pytest.param(4, {"tp": 4}, marks=pytest.mark.slow),
+    (4, {"dp": 2, "tp": 2}),
+    pytest.param(8, {"a": 2, "b": 2, "c": 2}, marks=pytest.mark.slow),
+]
 
 
 def compare(axes: dict[str, int], backend: str, names: list[str] | None = None) -> int:
@@ -36,7 +41,7 @@ def compare(axes: dict[str, int], backend: str, names: list[str] | None = None) 
     return len(chosen)
 
 
-@pytest.mark.parametrize(("ranks", "axes"), [(n, axes) for n, several in AXES.items() for axes in several])
+@pytest.mark.parametrize(("ranks", "axes"), AXES)
 def test_compiled_functions_mean_what_they_mean(ranks: int, axes: dict[str, int], pool: Any) -> None:
     assert set(pool(ranks).run(compare, axes, "aot_eager")) == {20 + HAS_KEYS}
 
@@ -327,7 +332,7 @@ def change_sizes(axes: dict[str, int], dynamic: bool | None) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "axes"), [(2, {"tp": 2}), (4, {"dp": 2, "tp": 2})], ids=str)
+@pytest.mark.parametrize(("ranks", "axes"), [(2, {"tp": 2}), pytest.param(4, {"dp": 2, "tp": 2}, marks=pytest.mark.slow)])
 def test_sizes_may_change(ranks: int, axes: dict[str, int], pool: Any) -> None:
     for dynamic, most in ((True, 1), (None, 2)):
         for found in pool(ranks).run(change_sizes, axes, dynamic):
