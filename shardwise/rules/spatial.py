@@ -3,6 +3,7 @@ a constant is done by the ranks at the ends, wherever a tensor is cut."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -173,10 +174,11 @@ rule("constant_pad_nd", function=_constant_pad, static="value")
 
 
 def _im2col(call: Call) -> Proposal:
-    """Everything pending passes: columns hold values of the plane, or zeros."""
-    layout = call["self"]
+    """Columns hold values of the plane, or zeros, so anything pending could pass; where windows overlap they hold many of them
+    several times, and it is reduced before."""
+    layout, (rows, count) = call["self"], call.results[0].shape[-2:]
     layout = layout.without(axis for dim in (-2, -1) for axis in layout.axes_of(dim))
-    rows, count = call.results[0].shape[-2:]
+    layout = layout.reduced() if rows * count > math.prod(layout.shape[-3:]) else layout
     dims = [*layout.dims[:-3], [*layout.dims[-3], whole(rows // layout.shape[-3])], [whole(count)]]
     return _unless_empty(call, layout, Layout.of(layout.mesh, dims, layout.partials, *_kind(call)))
 
