@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..layout import Factor, Layout, PerRank, whole
 from .notation import Call, Kernel, Proposal, Rule, parse
-from .pool import SHAPE_ONLY, Patterns, planes, some, spatial
+from .pool import Patterns, by_shape, planes, some, spatial
 from .table import rule
 from .views import Misfit, local_sizes, reshape
 
@@ -121,7 +121,7 @@ _gradient(" ".join(f"{name}_backward" for name in (_NEAREST + " " + _LINEAR).spl
 # ── padding ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 planes("reflection_pad#d replication_pad#d", "x -> y", "123", linear=((0,),), passes="all")
-planes("reflection_pad#d_backward replication_pad#d_backward", "y, x -> x", "123", linear=SHAPE_ONLY)
+planes("reflection_pad#d_backward replication_pad#d_backward", "y, x -> x", "123", linear=((0,),), function=by_shape)
 
 #: Kinds of Partial that leave a constant as it is on every rank, whatever it is; and for others, which constants they leave.
 _KEEPS = {"sum": (0,), "product": (0, 1)}
