@@ -250,3 +250,38 @@ def random_numbers_are_those_of_the_whole_tensor() -> None:
     for one in drawn[1:]:
         for x, first in zip(one, drawn[0], strict=True):
             assert torch.equal(x.full_tensor(), first.full_tensor())
+
+
+@case(2)
+def windows_dealt_out_along_a_cut_plane() -> None:
+    x = values(1, 2, 5, 7)
+    mesh = sw.init_mesh(dp=2)
+    for dim in (0, 1, 2, 3):
+        gradients(lambda t: F.max_pool2d(F.pad(t, (1, -2, 2, 1)), 2), [x], mesh, [[Shard(dim)]])
+        got = F.max_pool2d(sw.distribute_tensor(x, mesh, [Shard(dim)]), 3, 3, return_indices=True)
+        for one, other in zip(got, F.max_pool2d(x, 3, 3, return_indices=True), strict=True):
+            same(one, other)
+
+
+@case(4)
+def a_small_network_on_images() -> None:
+    """Uneven batches and channels; statistics are those of the whole batch."""
+    mesh = sw.init_mesh(dp=2, tp=2)
+
+    def network(x: Tensor, weight: Tensor, bias: Tensor, each: Tensor) -> Tensor:
+        hidden = F.batch_norm(F.conv2d(x, weight, bias, padding=1), None, None, training=True)
+        return F.conv2d(F.max_pool2d(hidden, 2), each, groups=3).mean((2, 3))
+
+    tensors = [values(3, 2, 6, 6), values(3, 2, 3, 3), values(3), values(3, 1, 2, 2)]
+    placements = [[Shard(0), Replicate()], [Replicate(), Shard(0)], [Replicate(), Shard(0)], [Replicate(), Replicate()]]
+    gradients(network, tensors, mesh, placements)
+
+
+@case(2)
+def lstm_of_a_cut_batch() -> None:
+    torch.manual_seed(0)
+    module, x = nn.LSTM(3, 2, num_layers=2), values(4, 3, 3)
+    want, _ = module(x)
+    got, (state, _) = module(sw.distribute_tensor(x, sw.init_mesh(dp=2), [Shard(1)]))
+    same(got.detach(), want.detach())
+    assert got.placements == state.placements == (Shard(1),)

@@ -64,8 +64,8 @@ def spatial(names: str, text: str, **words: Any) -> None:
 
 def _windows(call: Call) -> Proposal | None:
     """Where each window begins after the one before it ends, whole windows are dealt out along cut dims."""
-    layout, count = call["self"], 2 if "2d" in call.name else 3
-    plane = range(layout.ndim - count, layout.ndim)
+    layout, plane = call["self"], _plane(call)
+    count = len(plane)
     words = (call["kernel_size"], call["stride"] or call["kernel_size"], call["padding"], call.arguments.get("dilation", 1))
     kernel, stride, padding, dilation = (_each(word, count) for word in words)
     apart = [(k - 1) * d < s and not p for k, s, p, d in zip(kernel, stride, padding, dilation, strict=True)]
@@ -80,12 +80,42 @@ def _windows(call: Call) -> Proposal | None:
         (rows[d], windows[d]) = _dealt(layout.dims[d][0], stride[d - plane.start], pooled[d])
     linear = not backward and len(call.results) == 1
     pending = [(axis, kind) for axis, kind in layout.partials if linear and kind in ("sum", "avg")]
-    wants = [t.replace(dims=rows if t is call["self"] else windows, partials=pending) for t in call.tensors]
+    wants = [t.replace(dims=windows, partials=()) for t in call.tensors]
+    at = call.tensor_names.index("self")
+    wants[at] = call["self"] if backward else layout.replace(dims=rows, partials=pending)
     outs = [Layout.of(layout.mesh, rows if backward else windows, pending, r.dtype, r.stride) for r in call.results]
     numbers = [_start(layout, rows[d]) for d in plane]
     sizes = [layout.shape[d] for d in plane]
     kernel_of = _scattered if backward else _pooled
     return Proposal(tuple(wants), tuple(outs), kernel=kernel_of(call, sizes), extra=(local_sizes(outs[0]), *numbers))
+
+
+def _plane(call: Call) -> range:
+    """The spatial dims, of which the name of an operator tells how many there are."""
+    ndim = call["self"].ndim
+    return range(ndim - next(count for count in (1, 2, 3) if f"{count}d" in call.name), ndim)
+
+
+def _blank(x: Any, shape: Sequence[int]) -> Any:
+    """A tensor for an operator that wants to know a shape: it holds no data and moves none."""
+    return x.new_empty(()).expand(shape)
+
+
+def by_shape(call: Call) -> Proposal | None:
+    """Gradients take the input for its shape alone: unless it lies as they do, one without data stands for it."""
+    x, grad = call["self"], call["grad_output"]
+    plane = _plane(call)
+    alike = x.dims[: plane.start] == grad.dims[: plane.start]
+    lies = alike and not x.partials and not any(x.axes_of(d) for d in plane)
+    return None if lies or not x.states else Proposal((), (), program=_on_blank)
+
+
+def _on_blank(tools: Any, op: Any, grad: Any, x: Any, *rest: Any) -> Any:
+    return op(grad, _blank(x, x.shape), *rest)
+
+
+def _windows_back(call: Call) -> Proposal | None:
+    return _windows(call) or by_shape(call)
 
 
 def _each(value: Any, count: int) -> list[int]:
@@ -132,11 +162,11 @@ def _scattered(call: Call, sizes: list[int]) -> Kernel:
 
     def run(grad: Tensor, x: Tensor, *args: Any) -> Tensor:
         *given, shape = args[:-count]
-        if not x.numel():
+        if not grad.numel():
             return grad.new_empty(shape)
         if at is not None:
-            given[at - 2] = _renumbered(given[at - 2], sizes, [-start for start in args[-count:]], x.shape[-count:])
-        return op(grad, x, *given)
+            given[at - 2] = _renumbered(given[at - 2], sizes, [-start for start in args[-count:]], shape[-count:])
+        return op(grad, _blank(x, shape), *given)
 
     return run
 
@@ -170,18 +200,17 @@ def _scatter_back(tools: Any, op: Any, grad: Any, x: Any, *rest: Any) -> Any:
     return flat.view(x.shape)
 
 
-#: Gradients take the input for its shape alone, so that it may be pending where they are.
-SHAPE_ONLY = ((0,), (0, 1))
-
 planes("avg_pool#d", "x -> y", linear=((0,),), function=_windows)
-planes("avg_pool#d_backward", "y, x -> x", linear=SHAPE_ONLY, function=_windows)
+planes("avg_pool#d_backward", "y, x -> x", linear=((0,),), function=_windows_back)
 planes("max_pool#d_with_indices", "x -> y, y", function=_windows)
-planes("max_pool#d_with_indices_backward", "y, x, y -> x", linear=SHAPE_ONLY, function=_windows)
+planes("max_pool#d_with_indices_backward", "y, x, y -> x", linear=((0,),), function=_windows_back)
 planes("_adaptive_avg_pool#d", "x -> y", linear=((0,),))
-planes("_adaptive_avg_pool#d_backward", "y, x -> x", linear=SHAPE_ONLY)
+planes("_adaptive_avg_pool#d_backward", "y, x -> x", linear=((0,),), function=by_shape)
 planes("adaptive_max_pool#d", "x -> y, y")
 planes("fractional_max_pool#d", "x, n c r -> y, y")
-planes("adaptive_max_pool#d_backward", "y, x, y -> x", linear=SHAPE_ONLY)
-spatial("fractional_max_pool2d_backward", "n c p q, n c h w, n c p q -> n c h w", whole="h w p q", linear=SHAPE_ONLY)
+planes("adaptive_max_pool#d_backward", "y, x, y -> x", linear=((0,),), function=by_shape)
+spatial(
+    "fractional_max_pool2d_backward", "n c p q, n c h w, n c p q -> n c h w", whole="h w p q", linear=((0,),), function=by_shape
+)
 rule("fractional_max_pool3d_backward", program=_scatter_back)
 planes("max_unpool#d", "y, y -> x")  # not linear: of windows that overlap, any one writes

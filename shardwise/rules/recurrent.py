@@ -65,7 +65,8 @@ def _wrapped(tools: Any, value: Any, at: At, cut: tuple[Mesh, Dim]) -> Any:
     if value is None:
         return None
     mesh, batch = cut
-    dims = [batch if dim - value.ndim == at else (whole(n),) for dim, n in enumerate(value.shape)]
+    shape = (0,) if at == OWN else tuple(value.shape)  # what differs from rank to rank is no shape of a tensor of all
+    dims = [batch if dim - len(shape) == at else (whole(n),) for dim, n in enumerate(shape)]
     pending = [(axis, SUM) for factor in batch for axis in factor.axes if at == SUM]
     return tools.wrap(value, Layout.of(mesh, dims, pending, value.dtype))
 

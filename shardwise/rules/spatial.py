@@ -3,6 +3,7 @@ a constant is done by the ranks at the ends, wherever a tensor is cut."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..layout import Factor, Layout, PerRank, whole
 from .notation import Call, Kernel, Proposal, Rule, parse
-from .pool import SHAPE_ONLY, Patterns, planes, some, spatial
+from .pool import Patterns, by_shape, planes, some, spatial
 from .table import rule
 from .views import Misfit, local_sizes, reshape
 
@@ -120,7 +121,7 @@ _gradient(" ".join(f"{name}_backward" for name in (_NEAREST + " " + _LINEAR).spl
 # ── padding ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 planes("reflection_pad#d replication_pad#d", "x -> y", "123", linear=((0,),), passes="all")
-planes("reflection_pad#d_backward replication_pad#d_backward", "y, x -> x", "123", linear=SHAPE_ONLY)
+planes("reflection_pad#d_backward replication_pad#d_backward", "y, x -> x", "123", linear=((0,),), function=by_shape)
 
 #: Kinds of Partial that leave a constant as it is on every rank, whatever it is; and for others, which constants they leave.
 _KEEPS = {"sum": (0,), "product": (0, 1)}
@@ -173,10 +174,11 @@ rule("constant_pad_nd", function=_constant_pad, static="value")
 
 
 def _im2col(call: Call) -> Proposal:
-    """Everything pending passes: columns hold values of the plane, or zeros."""
-    layout = call["self"]
+    """Columns hold values of the plane, or zeros, so anything pending could pass; where windows overlap they hold many of them
+    several times, and it is reduced before."""
+    layout, (rows, count) = call["self"], call.results[0].shape[-2:]
     layout = layout.without(axis for dim in (-2, -1) for axis in layout.axes_of(dim))
-    rows, count = call.results[0].shape[-2:]
+    layout = layout.reduced() if rows * count > math.prod(layout.shape[-3:]) else layout
     dims = [*layout.dims[:-3], [*layout.dims[-3], whole(rows // layout.shape[-3])], [whole(count)]]
     return _unless_empty(call, layout, Layout.of(layout.mesh, dims, layout.partials, *_kind(call)))
 

@@ -68,20 +68,16 @@ def _unpool(op: Any, pool: Any, x: Tensor, more: Any) -> list[Sample]:
 
 
 SAMPLES: dict[str, list[Sample]] = {
-    "aten.avg_pool2d": forward(AVG2, (P2, TILED2), (P2, (*OVER2, False, False)), (U2, (*GAPS2, True)), (U2, ([2],))),
+    "aten.avg_pool2d": forward(AVG2, (P2, ([2],)), (U2, (*OVER2, False, False)), (U2, (*GAPS2, True))),
     "aten.avg_pool3d": forward(AVG3, (P3, TILED3), (U3, (*OVER3, False, False))),
-    "aten.avg_pool2d_backward": backward(
-        aten.avg_pool2d_backward, (AVG2, P2, (*TILED2, *AVG)), (AVG2, U2, (*OVER2, *AVG)), (AVG2, U2, (*GAPS2, *AVG))
-    ),
-    "aten.avg_pool3d_backward": backward(aten.avg_pool3d_backward, (AVG3, P3, (*TILED3, *AVG)), (AVG3, U3, (*OVER3, *AVG))),
-    "aten.max_pool2d_with_indices": forward(IDX2, (P2, TILED2), (P2, OVER2), (U2, CEIL2), (U2, GAPS2)),
+    "aten.avg_pool2d_backward": backward(aten.avg_pool2d_backward, (AVG2, P2, (*OVER2, *AVG)), (AVG2, U2, (*GAPS2, *AVG))),
+    "aten.avg_pool3d_backward": backward(aten.avg_pool3d_backward, (AVG3, P3, (*TILED3, *AVG))),
+    "aten.max_pool2d_with_indices": forward(IDX2, (P2, TILED2), (U2, OVER2), (U2, CEIL2)),
     "aten.max_pool3d_with_indices": forward(IDX3, (P3, TILED3), (U3, OVER3)),
     "aten.max_pool2d_with_indices_backward": backward(
-        aten.max_pool2d_with_indices_backward, (IDX2, P2, (*TILED2, *MAX2)), (IDX2, U2, CEIL2), (IDX2, U2, (*OVER2, *MAX2))
+        aten.max_pool2d_with_indices_backward, (IDX2, P2, (*OVER2, *MAX2)), (IDX2, U2, CEIL2)
     ),
-    "aten.max_pool3d_with_indices_backward": backward(
-        aten.max_pool3d_with_indices_backward, (IDX3, P3, (*TILED3, *MAX3)), (IDX3, U3, (*OVER3, *MAX3))
-    ),
+    "aten.max_pool3d_with_indices_backward": backward(aten.max_pool3d_with_indices_backward, (IDX3, P3, (*TILED3, *MAX3))),
     "aten._adaptive_avg_pool2d": forward(aten._adaptive_avg_pool2d, (P2, ([2, 3],)), (U2, ([3, 1],))),
     "aten._adaptive_avg_pool3d": forward(aten._adaptive_avg_pool3d, (P3, ([2, 2, 1],)), (U3, ([1, 1, 1],))),
     "aten.adaptive_max_pool2d": forward(aten.adaptive_max_pool2d, (P2, ([2, 3],)), (U2, ([3, 1],))),
