@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch import tracing_context
+from ..errors import OperatorError
 from ..layout import Factor, Layout, whole
 from .notation import Call, Proposal, Rule, parse
 from .reduce import reduced
@@ -110,9 +111,12 @@ rule("histc", "... -> h", function=_without_limits, static="min max")
 
 def _bincount(tools: Any, op: Any, x: Any, weights: Any = None, minlength: int = 0) -> Any:
     """The greatest number tells how many there are to count; every rank counts its own."""
-    layout = tools.layout(x).reduced()
-    if tracing_context() is not None or not x.numel():
-        layout = layout.replicated()
+    if tracing_context() is not None:
+        raise OperatorError(
+            "bincount in a compiled function: the length of its result depends on data; call it outside of compiled functions, "
+            "or add ones to a tensor of fixed length with index_add or scatter_add"
+        )
+    layout = tools.layout(x).reduced() if x.numel() else tools.layout(x).replicated()
     x = tools.move(x, layout)
     if weights is not None:
         goal = Layout.of(layout.mesh, layout.dims, (), weights.dtype)
