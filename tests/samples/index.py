@@ -143,6 +143,10 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten.masked_scatter_backward": [
         sample(lambda g, m: aten.masked_scatter_backward(g, m, [2, 3]), (5, 3), torch.eye(5, 3).bool())
     ],
+    "aten.as_strided_scatter": [
+        sample(lambda x, y: aten.as_strided_scatter(x, y, [2, 2], [3, 2], 1), (5, 3), (2, 2)),
+        sample(lambda x, y: aten.as_strided_scatter(x, y, [], [], 4), (5, 3), ()),
+    ],
     "aten.equal": [
         sample(aten.equal, (5, 3), (5, 3)),
         sample(lambda x, y: aten.equal(x, x + 0 * y), (5, 3), (3,)),
