@@ -12,6 +12,7 @@ from ..errors import OperatorError
 from ..layout import Factor, Layout, whole
 from .notation import Call, Proposal, Rule, parse
 from .reduce import reduced
+from .scan import gathered_pair
 from .table import rule
 
 aten = torch.ops.aten
@@ -43,10 +44,10 @@ def _topk(tools: Any, op: Any, x: Any, k: int, dim: int = -1, *words: bool) -> t
     layout, dim = tools.layout(x), dim % x.ndim
     few = layout.replace(dims=[(_at_most(own[0], k),) if d == dim else own for d, own in enumerate(layout.dims)], stride=None)
     best = tools.each(_local_topk, layout.mesh, op, x, k, dim, words, tools.offset(layout, dim))
-    own = [tools.wrap(local, few.replace(dtype=local.dtype)) for local in best]
-    values, indices = (tools.move(one, tools.layout(one).without(layout.axes_of(dim))) for one in own)
-    values, place = op(values, k, dim, *words)
-    return values, aten.gather(indices, dim, place)
+    every = few.without(layout.axes_of(dim))
+    values, indices = gathered_pair(tools, best, few, layout.axes_of(dim))
+    best, place = op(tools.wrap(values, every), k, dim, *words)
+    return best, aten.gather(tools.wrap(indices, every.replace(dtype=torch.int64)), dim, place)
 
 
 def _local_topk(op: Any, x: Tensor, k: int, dim: int, words: Any, offset: Tensor) -> tuple[Tensor, Tensor]:
