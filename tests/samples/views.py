@@ -88,6 +88,11 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten.unfold": [sample(lambda x: x.unfold(-1, 3, 2), (3, 7)), sample(lambda x: x.unfold(0, 1, 1), ())],
     "aten.unfold_copy": [sample(lambda x: aten.unfold_copy(x, 0, 2, 1), (5, 3))],
     "aten.flip": [sample(lambda x: x.flip(0), (5, 3)), sample(lambda x: x.flip(0, -1), (5, 3, 2))],
+    "aten.roll": [
+        sample(lambda x: x.roll(2, 0), (5, 3)),
+        sample(lambda x: x.roll((-4, 1, 5), (0, -1, 0)), (5, 3)),
+        sample(lambda x: x.roll(4), (5, 3)),
+    ],
     "aten.view_as_real": [sample(torch.view_as_real, PAIRS), sample(lambda x: x.imag, PAIRS)],
     "aten.view_as_real_copy": [sample(aten.view_as_real_copy, PAIRS)],
     "aten.view_as_complex": [sample(torch.view_as_complex, (5, 3, 2))],

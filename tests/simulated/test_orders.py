@@ -31,6 +31,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, int], str]] = {
     "a mask tells its counts": (lambda: LINE[LINE > 30], {"all_gather": 1}, "f32[33@a{1,32}]"),
     "elements that are not zero": (lambda: LINE.nonzero(), {"all_gather": 1}, "i64[63@a{31,32}, 1]"),
     "the diagonal of a grid": (lambda: X.diagonal(1), {}, "f32[4, 5@(a,b){2,2,0,1}]"),
+    "a roll of a cut dim": (lambda: LINE.roll(3), {"all_gather": 1, "all_to_all": 1}, "f32[64@a]"),
     "a transform of two cut dims": (lambda: torch.fft.fft2(X, dim=(0, 1)), {"all_to_all": 2}, "c64[8@b, 6, 4@a]"),
     "matrices of a cut batch": (lambda: torch.linalg.eigvalsh(X[:, :4].contiguous()), {"all_to_all": 1}, ""),
 }
