@@ -285,3 +285,24 @@ def lstm_of_a_cut_batch() -> None:
     got, (state, _) = module(sw.distribute_tensor(x, sw.init_mesh(dp=2), [Shard(1)]))
     same(got.detach(), want.detach())
     assert got.placements == state.placements == (Shard(1),)
+
+
+@case(3)
+def orders_counts_and_masks_of_a_cut_dim() -> None:
+    mesh, numbers = sw.init_mesh(tp=3), torch.tensor([3, 0, 5, 5, 1, 0, 3])
+    floats = torch.tensor([0.5, 2.0, 2.0, -1.0, float("nan"), 7.0, 2.0])
+    n, x = (sw.distribute_tensor(t, mesh, [Shard(0)]) for t in (numbers, floats))
+    orders = [(x.cummax(0), floats.cummax(0)), (n.cummin(0), numbers.cummin(0)), (n.median(0), numbers.median(0))]
+    for got, want in ((g, w) for pair in orders for g, w in zip(*pair, strict=True)):
+        torch.testing.assert_close(got.full_tensor(), want, equal_nan=True)
+    same(torch.bincount(n, minlength=4), torch.bincount(numbers, minlength=4))
+    same(n.float().histc(4), numbers.float().histc(4))
+    same(n.nonzero(), numbers.nonzero())
+    assert n[n > 1].placements == (Shard(0, (2, 1, 1)),)
+    same(n[n > 1], numbers[numbers > 1])
+    n[n > 1] = torch.arange(4)
+    numbers[numbers > 1] = torch.arange(4)
+    same(n, numbers)
+    same(n.masked_scatter(n > 0, n), numbers.masked_scatter(numbers > 0, numbers))
+    long = torch.arange(40).roll(7)
+    same(sw.distribute_tensor(long, mesh, [Shard(0)]).topk(3)[1], long.topk(3)[1])

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from .._torch import tracing_context
+from ..errors import OperatorError
 from ..layout import Factor, Layout, cut, whole
 from ..mesh import Mesh
-from .notation import Call, Pattern, Proposal, Rule
+from .notation import Call, Kernel, Pattern, Proposal, Rule
 from .piece import Piece, at_least_one, keep, padded
 from .table import rule
 
@@ -133,16 +134,20 @@ def _index_put(call: Call) -> Rule | Proposal:
 # ── masks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 #
 # Where only the first of a mask's dims is cut, what it selects is cut too, into as many elements as each rank finds: the ranks
-# tell each other how many these are, and no data moves. A traced program has no numbers that depend on data: there all is
-# whole.
+# tell each other how many these are, and no data moves.
 
 
 def _cut_alike(tools: Any, mesh: Mesh, mask: Any, *tensors: Any) -> tuple[Factor | None, list[Any]]:
     """How the first dim is cut, and the tensors, whose first dims are those of the mask, with no other of these cut."""
+    if tracing_context() is not None:
+        raise OperatorError(
+            f"{tools.operator} in a compiled function: how many elements it selects depends on data; call it outside of "
+            "compiled functions, or keep the shape with torch.where or masked_fill"
+        )
     several = [_on(tools, mesh, x) for x in (mask, *tensors)]
     ndim, layouts = mask.ndim, [tools.layout(x).reduced() for x in several]
-    if tracing_context() is not None or not ndim:
-        return None, [tools.move(x, layout.replicated()) for x, layout in zip(several, layouts, strict=True)]
+    if not ndim:
+        return None, [tools.move(x, layout) for x, layout in zip(several, layouts, strict=True)]
     cuts = [[axis for dim in range(ndim) for axis in layout.axes_of(dim)] for layout in layouts]
     lead = max(range(len(cuts)), key=lambda i: (len(cuts[i]), i))
     first = layouts[lead].dims[0]
@@ -165,6 +170,12 @@ def _counted(tools: Any, mesh: Mesh, factor: Factor | None, count: Tensor) -> Fa
     each = Layout.of(mesh, [(Factor(shards, factor.axes, (1,) * shards),)], (), torch.int64)
     sizes = tools.plain(tools.wrap(count, each), tools.operator).tolist()
     return Factor(sum(sizes), factor.axes, tuple(sizes))
+
+
+def _on_all(tools: Any, op: Any, mesh: Mesh, *tensors: Any) -> Any:
+    """The operator on whole tensors: in a traced program, which has no numbers that depend on data."""
+    several = [tools.replicated(x, mesh, tools.operator) for x in tensors]
+    return tools.wrap(tools.each(op, mesh, *several), tools.layout(several[0]).replace(stride=None))
 
 
 def _found(x: Tensor) -> Tensor:
@@ -202,7 +213,10 @@ def _select(tools: Any, op: Any, x: Any, indices: Sequence[Any]) -> Any:
 
 def _masked_scatter(tools: Any, op: Any, x: Any, mask: Any, source: Any) -> Any:
     shape, mesh = torch.broadcast_shapes(x.shape, mask.shape), tools.mesh(x, mask, source)
-    factor, (mask, x) = _cut_alike(tools, mesh, mask.expand(shape), x.expand(shape))
+    mask, x = mask.expand(shape), x.expand(shape)
+    if tracing_context() is not None:
+        return _on_all(tools, op, mesh, x, mask, source)
+    factor, (mask, x) = _cut_alike(tools, mesh, mask, x)
     found = _counted(tools, mesh, factor, tools.each(_found, mesh, mask))
     if source.numel() < found.size:
         raise RuntimeError(f"masked_scatter: the mask selects {found.size} elements, but source has only {source.numel()}")
@@ -256,18 +270,20 @@ def _put_by_mask(
     if values.numel() == 1 and not accumulate:
         mask = mask.to(torch.bool)[(..., *[None] * (x.ndim - mask.ndim))]
         return (aten.masked_fill_ if in_place else aten.masked_fill)(x, mask, values.reshape(()).to(x.dtype))
-    mesh = tools.mesh(x, mask, values)
-    factor, (mask, target) = _cut_alike(tools, mesh, mask, x)
-    found, layout = _counted(tools, mesh, factor, tools.each(_found, mesh, mask)), tools.layout(target)
-    values = _on(tools, mesh, values.expand(found.size, *x.shape[mask.ndim :]))
-    goal = tools.layout(values).replace(dims=[(found,), *layout.dims[mask.ndim :]], partials=())
-    local = tools.each(_put_local, mesh, target, mask, tools.move(values, goal, tools.operator), accumulate)
-    out = tools.wrap(local, layout.replace(stride=None))
+    out = _put_found(tools, x, mask, values, lambda x, mask, values: aten.index_put(x, [mask], values, accumulate))
     return x.copy_(out) if in_place else out
 
 
-def _put_local(x: Tensor, mask: Tensor, values: Tensor, accumulate: bool) -> Tensor:
-    return aten.index_put(x, [mask], values, accumulate)
+def _put_found(tools: Any, x: Any, mask: Any, values: Any, put: Kernel) -> Any:
+    mesh = tools.mesh(x, mask, values)
+    if tracing_context() is not None:
+        return _on_all(tools, put, mesh, x, mask, values)
+    factor, (mask, x) = _cut_alike(tools, mesh, mask, x)
+    found, layout = _counted(tools, mesh, factor, tools.each(_found, mesh, mask)), tools.layout(x)
+    values = _on(tools, mesh, values.expand(found.size, *x.shape[mask.ndim :]))
+    goal = tools.layout(values).replace(dims=[(found,), *layout.dims[mask.ndim :]], partials=())
+    local = tools.each(put, mesh, x, mask, tools.move(values, goal, tools.operator))
+    return tools.wrap(local, layout.replace(stride=None))
 
 
 rule("index.Tensor _unsafe_index.Tensor", function=_index)

@@ -285,6 +285,13 @@ def _unfold_backward(call: Call) -> Proposal:
     return Proposal((grad,), (out,), {"input_sizes": _local_shape(out)})
 
 
+def _strided_scatter(call: Call) -> Proposal:
+    """Strides are those of the whole tensor."""
+    one, wants = call.results[0], tuple(t.replicated() for t in call.tensors)
+    return Proposal(wants, (wants[0].replace(stride=one.stride),))
+
+
+rule("as_strided_scatter", function=_strided_scatter)
 rule("slice_backward", function=_slice_backward)
 rule("diagonal_backward", function=_diagonal_backward)
 rule("unfold_backward", function=_unfold_backward)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from .._torch import tracing_context
+from ..errors import OperatorError
 from ..layout import Factor, Layout, whole
 from .notation import Call, Proposal, Rule, parse
 from .reduce import reduced
+from .scan import gathered_pair
 from .table import rule
 
 aten = torch.ops.aten
@@ -42,10 +44,10 @@ def _topk(tools: Any, op: Any, x: Any, k: int, dim: int = -1, *words: bool) -> t
     layout, dim = tools.layout(x), dim % x.ndim
     few = layout.replace(dims=[(_at_most(own[0], k),) if d == dim else own for d, own in enumerate(layout.dims)], stride=None)
     best = tools.each(_local_topk, layout.mesh, op, x, k, dim, words, tools.offset(layout, dim))
-    own = [tools.wrap(local, few.replace(dtype=local.dtype)) for local in best]
-    values, indices = (tools.move(one, tools.layout(one).without(layout.axes_of(dim))) for one in own)
-    values, place = op(values, k, dim, *words)
-    return values, aten.gather(indices, dim, place)
+    every = few.without(layout.axes_of(dim))
+    values, indices = gathered_pair(tools, best, few, layout.axes_of(dim))
+    best, place = op(tools.wrap(values, every), k, dim, *words)
+    return best, aten.gather(tools.wrap(indices, every.replace(dtype=torch.int64)), dim, place)
 
 
 def _local_topk(op: Any, x: Tensor, k: int, dim: int, words: Any, offset: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,9 +112,12 @@ rule("histc", "... -> h", function=_without_limits, static="min max")
 
 def _bincount(tools: Any, op: Any, x: Any, weights: Any = None, minlength: int = 0) -> Any:
     """The greatest number tells how many there are to count; every rank counts its own."""
-    layout = tools.layout(x).reduced()
-    if tracing_context() is not None or not x.numel():
-        layout = layout.replicated()
+    if tracing_context() is not None:
+        raise OperatorError(
+            "bincount in a compiled function: the length of its result depends on data; call it outside of compiled functions, "
+            "or add ones to a tensor of fixed length with index_add or scatter_add"
+        )
+    layout = tools.layout(x).reduced() if x.numel() else tools.layout(x).replicated()
     x = tools.move(x, layout)
     if weights is not None:
         goal = Layout.of(layout.mesh, layout.dims, (), weights.dtype)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..layout import Factor, Layout
+from ..layout import Factor, Layout, whole
 from .reduce import reduced
 from .table import rule
 
@@ -37,20 +37,15 @@ def _scan(kind: str, tools: Any, op: Any, x: Any, dim: int, **words: Any) -> Any
     """Every shard scans its own and gives its last row, the total; all get all totals, and carry those before their own."""
     x = reduced(tools, x)
     layout, dim = tools.layout(x), dim % x.ndim
-    if len(layout.dims[dim]) > 1:
+    if len(layout.dims[dim]) > 1:  # a shard is no one interval, so it has several totals
         return op(tools.move(x, layout.without(layout.axes_of(dim))), dim, **words)
     own = tools.each(_local_scan, layout.mesh, op, x, dim, words)
-    every, mine = _last_rows(tools, own, layout, dim)
-    local = tools.each(_carried, layout.mesh, own, every, mine, dim, kind)
-    return tools.wrap(local, layout.replace(dtype=own.dtype, stride=None))
-
-
-def _last_rows(tools: Any, own: Tensor, layout: Layout, dim: int) -> tuple[Any, Tensor]:
-    """The last row of every shard that has one, on every rank, and how many of them are before its own. The dim is one factor:
-    of several, a shard would be no one interval and have several last rows."""
-    rows = _row_per_shard(layout, dim).replace(dtype=own.dtype, stride=None)
-    last = tools.wrap(tools.each(_last_row, layout.mesh, own, dim), rows)
-    return tools.move(last, rows.without(layout.axes_of(dim))), tools.offset(rows, dim)
+    dtype = own.dtype
+    rows = _row_per_shard(layout, dim).replace(dtype=dtype, stride=None)
+    totals = tools.wrap(tools.each(_last_row, layout.mesh, own, dim), rows)
+    every = tools.move(totals, rows.without(layout.axes_of(dim)))
+    local = tools.each(_carried, layout.mesh, own, every, tools.offset(rows, dim), dim, kind)
+    return tools.wrap(local, layout.replace(dtype=dtype, stride=None))
 
 
 def _row_per_shard(layout: Layout, dim: int) -> Layout:
@@ -82,6 +77,25 @@ rule("logcumsumexp", "...[dim] -> ...[dim]", whole="[]", program=partial(_scan, 
 # ── extremes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def gathered_pair(tools: Any, pair: Sequence[Tensor], layout: Layout, axes: Iterable[str]) -> tuple[Tensor, Tensor]:
+    """Two local values of a layout, whatever their dtypes, with some axes gathered by one collective: as bytes side by side."""
+    dtypes = [x.dtype for x in pair]
+    rows = Layout.of(layout.mesh, [*layout.dims, (whole(sum(dtype.itemsize for dtype in dtypes)),)], (), torch.uint8)
+    local = tools.wrap(tools.each(_as_bytes, layout.mesh, *pair), rows)
+    every: tuple[Tensor, Tensor] = tools.each(_of_bytes, layout.mesh, tools.move(local, rows.without(axes)), dtypes)
+    return every
+
+
+def _as_bytes(*several: Tensor) -> Tensor:
+    return torch.cat([x.contiguous().unsqueeze(-1).view(torch.uint8) for x in several], -1)
+
+
+def _of_bytes(x: Tensor, dtypes: list[torch.dtype]) -> tuple[Tensor, ...]:
+    parts = x.split([dtype.itemsize for dtype in dtypes], -1)
+    own = [part.clone(memory_format=torch.contiguous_format) for part in parts]  # a view of other dtype has to be aligned
+    return tuple(part.view(dtype).squeeze(-1) for part, dtype in zip(own, dtypes, strict=True))
+
+
 def _extremes(no_worse: Callable[[Tensor, Tensor], Tensor], tools: Any, op: Any, x: Any, dim: int) -> tuple[Any, Any]:
     """The same with the index of each extreme: of equal values the last is taken, and nan is the best of all."""
     x = reduced(tools, x)
@@ -89,9 +103,10 @@ def _extremes(no_worse: Callable[[Tensor, Tensor], Tensor], tools: Any, op: Any,
     if len(layout.dims[dim]) > 1:
         return op(tools.move(x, layout.without(layout.axes_of(dim))), dim)
     value, index = tools.each(_local_extremes, layout.mesh, op, x, dim, tools.offset(layout, dim))
-    values, mine = _last_rows(tools, value, layout, dim)
-    indices, _ = _last_rows(tools, index, layout, dim)
-    pairs = [value, index, values, indices, mine]
+    rows = _row_per_shard(layout, dim)
+    last = [tools.each(_last_row, layout.mesh, own, dim) for own in (value, index)]
+    every = gathered_pair(tools, last, rows, layout.axes_of(dim))
+    pairs = [value, index, *every, tools.offset(rows, dim)]
     value, index = tools.each(_carried_extremes, layout.mesh, op, no_worse, dim, *pairs)
     return tools.wrap(value, layout.replace(stride=None)), tools.wrap(index, layout.replace(dtype=torch.int64, stride=None))
 

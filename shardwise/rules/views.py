@@ -464,3 +464,19 @@ def _stack(tools: Any, op: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tens
 
 
 rule("stack", program=_stack)
+
+
+def _roll(tools: Any, op: Any, x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
+    """Along a cut dim, two slices that change places: only what leaves its rank moves."""
+    if not dims:
+        return op(x.reshape(-1), shifts, [0]).reshape(x.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        at = -shift % x.shape[dim]
+        if at and tools.layout(x).axes_of(dim):
+            x = aten.cat.default([aten.slice.Tensor(x, dim, at), aten.slice.Tensor(x, dim, 0, at)], dim)
+        else:
+            x = op(x, [shift], [dim]) if at else x.clone()
+    return x
+
+
+rule("roll", "...[dims] -> ...[dims]", whole="[]", passes="all", program=_roll)
