@@ -107,7 +107,8 @@ def _bag_rows(call: Call, wants: Sequence[Layout]) -> Any:
     return kernel, *piece.numbers
 
 
-rule("_embedding_bag_dense_backward", "b d, i, i, o, m d, i -> v d", linear=((0,),), whole="b i o m")
+rule("_embedding_bag_backward", "b d, i, o, i, q, m d, i -> v d", linear=((0,),), whole="b i o q m")
+rule("_embedding_bag_dense_backward", "b d, i, i, q, m d, i -> v d", linear=((0,),), whole="b i q m")
 rule(
     "_embedding_bag_per_sample_weights_backward",
     "b d, v d, i, o, p -> i",
