@@ -66,4 +66,5 @@ SAMPLES: dict[str, list[Sample]] = {
     ],
     "aten._embedding_bag_dense_backward": [sample(bag_gradient(SUM), (4, 3), (5, 3), indices, offsets, (7,))],
     "aten._embedding_bag_per_sample_weights_backward": [sample(of_weights, (4, 3), (5, 3), indices, offsets)],
+    "aten._sparse_coo_tensor_with_dims_and_tensors": [],  # refused: tests/simulated/test_tables.py
 }
