@@ -1,5 +1,6 @@
 """Shardwise: distributed tensors that mean what one device means."""
 
+from . import flex  # noqa: F401  teaches torch, when imported
 from .comm import Bundle, communication, init_mesh, simulate, trace_comm
 from .comm.calibrate import calibrate
 from .compiled import Program, capture, compile, compile_report, load_artifacts, save_artifacts

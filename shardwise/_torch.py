@@ -45,6 +45,7 @@ __all__ = [
     "constant_type",
     "decompositions",
     "dispatch_modes",
+    "flex_operators",
     "hint",
     "in_order",
     "inductor_pass",
@@ -113,6 +114,13 @@ def is_traced_whole(x: torch.Tensor) -> bool:
     """Whether `make_fx` is at work and follows this tensor, of whatever class, as one value: its own table tells."""
     mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     return mode is not None and x in mode.tracer.tensor_tracker
+
+
+def flex_operators() -> list[tuple[Any, Callable[..., Any]]]:
+    """The operators of flex attention, each with what it means in terms of others. They take functions, so they have no schema,
+    and ask each class of tensors for a function of its own."""
+    found: Any = importlib.import_module("torch._higher_order_ops.flex_attention")
+    return [(found.flex_attention, found.math_attention), (found.flex_attention_backward, found.sdpa_dense_backward)]
 
 
 class _Reached(Exception):

@@ -306,3 +306,21 @@ def orders_counts_and_masks_of_a_cut_dim() -> None:
     same(n.masked_scatter(n > 0, n), numbers.masked_scatter(numbers > 0, numbers))
     long = torch.arange(40).roll(7)
     same(sw.distribute_tensor(long, mesh, [Shard(0)]).topk(3)[1], long.topk(3)[1])
+
+
+def experts_and_rows_of_bags_that_are_cut() -> None:
+    mesh, ends = sw.init_mesh(tp=2), torch.tensor([3, 3, 5], dtype=torch.int32)
+    tokens, experts = values(5, 8), values(3, 8, 8)
+    out = torch.ops.aten._grouped_mm(tokens, sw.distribute_tensor(experts, mesh, [Shard(0)]), ends)
+    same(out, torch.cat([tokens[:3] @ experts[0], tokens[3:] @ experts[2]]))
+    table, words = values(7, 4), torch.tensor([[0, 6], [5, 5]])
+    same(F.embedding_bag(words, sw.distribute_tensor(table, mesh, [Shard(0)])), table[words].mean(1))
+
+
+@case(2)
+def tangents_and_gradients_of_each_sample() -> None:
+    x, w = values(3, 4), values(4, 2)
+    spread = sw.distribute_tensor(x, sw.init_mesh(dp=2), [Shard(0)])
+    same(torch.func.jvp(torch.sin, (spread,), (torch.ones(3, 4),))[1], x.cos())
+    of_each = torch.func.vmap(torch.func.grad(lambda w, y: (y @ w).sum()), in_dims=(None, 0))
+    same(of_each(w, spread), x[:, :, None].expand(3, 4, 2))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import OperatorError
 from ..layout import Dim, Factor, Layout, cut, whole
 from .chance import seeded
 from .notation import Call, Kernel, Pattern, Proposal, labels, parse
@@ -174,3 +175,13 @@ _attention(
     whole="e s f l c r" + DROPPED,
     linear=((0,),),
 )
+
+
+def _refuse_nested(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    raise OperatorError(
+        f"{op} makes a nested tensor of {tools.layout(args[0])}, which is one of equal rows; "
+        "nn.TransformerEncoder(…, enable_nested_tensor=False) works on it as it is"
+    )
+
+
+rule("_nested_tensor_from_mask", program=_refuse_nested)

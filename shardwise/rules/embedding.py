@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import OperatorError
 from ..layout import Layout, make_layout, whole
 from ..placement import Replicate
-from .notation import Call
+from .notation import Call, Proposal
 from .piece import OUTSIDE, Piece, at_least_one, keep
 from .table import rule
 
@@ -34,6 +35,16 @@ def _rows(call: Call, wants: Sequence[Layout]) -> Any:
 
 rule("embedding", "v d, ... -> ... d", linear=((0,),), kernel=_rows)
 rule("embedding_dense_backward", "... d, ... -> v d", linear=((0,),), whole="...?scale_grad_by_freq")
+
+
+def _refuse_sparse(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    raise OperatorError(
+        f"{op} makes a sparse tensor of DTensors, which are strided; embedding(…, sparse=False) gives a gradient that is cut "
+        "as its table is"
+    )
+
+
+rule("_sparse_coo_tensor_with_dims_and_tensors", program=_refuse_sparse)
 
 # ── bags ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -107,7 +118,18 @@ def _bag_rows(call: Call, wants: Sequence[Layout]) -> Any:
     return kernel, *piece.numbers
 
 
-rule("_embedding_bag_dense_backward", "b d, i, i, o, m d, i -> v d", linear=((0,),), whole="b i o m")
+def _dense_only(call: Call) -> Proposal | None:
+    return Proposal((), (), program=_refuse_sparse) if call["sparse"] else None
+
+
+rule(
+    "_embedding_bag_backward",
+    "b d, i, o, i, q, m d, i -> v d",
+    linear=((0,),),
+    whole="b i o q m",
+    function=_dense_only,
+)
+rule("_embedding_bag_dense_backward", "b d, i, i, q, m d, i -> v d", linear=((0,),), whole="b i q m")
 rule(
     "_embedding_bag_per_sample_weights_backward",
     "b d, v d, i, o, p -> i",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,12 +58,12 @@ def _mean(call: Call, wants: Sequence[Layout]) -> Any:
     return lambda *args, **kwargs: total(*args, **kwargs) / count
 
 
-def _mean_backward(call: Call, wants: Sequence[Layout]) -> Any:
+def _mean_backward(call: Call, wants: Sequence[Layout], count: Callable[[Sequence[Layout]], int] = _count) -> Any:
     """The gradient of a sum, of a gradient divided by the global count."""
     if call["reduction"] != MEAN or not any(layout.states for layout in wants):
         return None
-    count = _count(wants)
-    return _local_call(call, {"reduction": SUM}, lambda grad: grad / count)
+    number = count(wants)
+    return _local_call(call, {"reduction": SUM}, lambda grad: grad / number)
 
 
 rule(
@@ -77,6 +78,16 @@ rule(
     linear=((0,),),
     kernel=_mean_backward,
 )
+
+
+def _like_input(arguments: dict[str, Any]) -> list[tuple[Sequence[int], torch.dtype]]:
+    x = arguments["self"]
+    return [(x.shape, x.dtype)]
+
+
+_by_row = partial(_mean_backward, count=lambda wants: math.prod(wants[1].shape[:-1]))
+rule("multi_margin_loss_backward", "n, n c, n, c -> n c", linear=((0,),), whole="c", kernel=_by_row, gives=_like_input)
+rule("multilabel_margin_loss_backward", "n, n c, n c, n c -> n c", linear=((0,),), whole="c", kernel=_by_row, gives=_like_input)
 
 # ── by class ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 

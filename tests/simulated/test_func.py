@@ -16,9 +16,6 @@ import shardwise as sw
 from shardwise import DTensor, OperatorError, Replicate, Shard
 from tests.laws import MESHES, equal
 
-# torch compiles decompositions of its own for forward-mode AD with a function that it has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-
 X, W, B = torch.randn(4, 6), torch.randn(6, 8), torch.randn(8)
 PLACEMENTS = [Replicate()], [Shard(0)], [Shard(-1)]
 
