@@ -444,11 +444,8 @@ def rebuilt(size: Any, known_sizes: Iterable[Any]) -> Any:
 def is_decomposing() -> bool:
     """Whether what is traced is for a compiler that wants operators in small pieces, to fuse them."""
     module = importlib.import_module("torch.fx.experimental.proxy_tensor")
-    mode = module.get_proxy_mode()
-    return bool((mode is not None and getattr(mode, "decomposition_table", None)) or getattr(module, _TABLE_BEFORE_2_13, None))
-
-
-_TABLE_BEFORE_2_13 = "CURRENT_DECOMPOSITION_TABLE"
+    holder, name = (module.get_proxy_mode(), "decomposition_table") if HAS_KEYS else (module, "CURRENT_DECOMPOSITION_TABLE")
+    return bool(getattr(holder, name, None))
 
 
 def in_order(operator: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:

@@ -1,13 +1,13 @@
 """Random numbers out of a counter: what an element gets is a function of two keys and of its index, and of nothing else.
 
-Bits are mixed out of keys and index by multiplications modulo 2^64, numbers are made of bits by integer operations, and only the
-last step is one of floats: an exact conversion and one multiplication (where a range starts elsewhere than at zero, an addition
+Bits are mixed out of keys and index by multiplications modulo 2^64, numbers are made of bits by integer operations, and only
+the last step is one of floats: a conversion and one multiplication (and where a range does not start at zero, an addition
 after it). So the same numbers come out on every device, eager and compiled.
 
 >>> index(Spans((4,), (2,), (1,)), "cpu")
 tensor([4, 5])
 >>> values(recipe(Draw("uniform", (0.0, 1.0)), torch.float32), bits(index(Spans((0,), (3,), (1,)), "cpu"), 1, 2), torch.float32)
-tensor([0.2110, 0.7972, 0.7195])
+tensor([0.3612, 0.8351, 0.2298])
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .curves import ONE, evaluate, exponential_table, normal_table
+from .curves import EXPONENTIAL, FINE, NORMAL, Curve, evaluate
 from .errors import OperatorError
 
 
@@ -28,7 +28,7 @@ def _signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
-#: Odd multipliers: the golden ratio, and two of mixers that others measured: D. Lea's and P. Evensen's, as Java and moremur use.
+#: Odd multipliers known to mix well: the golden ratio, that of D. Lea's mixer, and one of G. Steele's and S. Vigna's.
 STEP, FIRST, SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xDABA0B6EB09322E3, 0xD1342543DE82EF95))
 _HALF, _POSITIVE = 2**32 - 1, 2**63 - 1
 #: Bits of a number from 0 to 1.
@@ -144,21 +144,21 @@ def _probability(z: Tensor) -> Tensor:
     return (z & (2**63 - 1024)).bitwise_or_(1024)
 
 
-def _normal(z: Tensor) -> Tensor:
-    """A standard normal number in units of 1 / ONE; the highest bit is its sign."""
+def _normal(z: Tensor, fine: int) -> Tensor:
+    """A standard normal number in fixed point; the highest bit is its sign."""
     sign = z >> 63
-    return evaluate(normal_table(z.device), _probability(z)).bitwise_xor_(sign).sub_(sign)
+    return evaluate(NORMAL, _probability(z), bool(fine)).bitwise_xor_(sign).sub_(sign)
 
 
-def _exponential(z: Tensor) -> Tensor:
-    """An exponential number in units of 1 / ONE, and never zero."""
-    return evaluate(exponential_table(z.device), _probability(z)).bitwise_or_(1)
+def _exponential(z: Tensor, fine: int) -> Tensor:
+    """An exponential number in fixed point, and never zero."""
+    return evaluate(EXPONENTIAL, _probability(z), bool(fine)).bitwise_or_(1)
 
 
 def _ratio(z: Tensor) -> Tensor:
     """The ratio of two normal numbers."""
     other = bits(z.clone(), STEP, FIRST)
-    return _normal(z).to(torch.float64).div_(_normal(other).bitwise_or_(1))
+    return _normal(z, 1).to(torch.float64).div_(_normal(other, 1).bitwise_or_(1))
 
 
 def _integer(z: Tensor, first: int, count: int) -> Tensor:
@@ -202,6 +202,8 @@ def recipe(draw: Draw, dtype: torch.dtype) -> Recipe:
     >>> recipe(Draw("bernoulli", (0.5,)), torch.bool)
     Recipe(source='below', words=(4503599627370496,), scale=None, shift=0.0, most=None, last='')
     """
+    if dtype not in DIGITS and draw.kind in ("uniform", "normal", "exponential", "cauchy", "log_normal"):
+        raise OperatorError(f"{draw.kind} numbers of {dtype}: they are floats; use a dtype of floats")
     return _RECIPES[draw.kind](dtype, *draw.numbers)
 
 
@@ -220,19 +222,25 @@ def _of_uniform(dtype: torch.dtype, low: float, high: float) -> Recipe:
     return Recipe("uniform", (digits,), math.ldexp(high - low, -digits), low, most)
 
 
+def _on_curve(curve: Curve, source: str, dtype: torch.dtype, scale: float) -> Recipe:
+    fine = dtype == torch.float64
+    return Recipe(source, (int(fine),), math.ldexp(scale, -curve.digits - FINE * fine))
+
+
 def _of_normal(dtype: torch.dtype, mean: float, std: float, last: str = "") -> Recipe:
     _require(std >= 0, f"normal numbers with a standard deviation of {std}: it cannot be negative")
-    return Recipe("normal", (), std / ONE, mean, None, last)
+    return _on_curve(NORMAL, "normal", dtype, std)._replace(shift=mean, last=last)
 
 
 def _of_exponential(dtype: torch.dtype, rate: float) -> Recipe:
     _require(rate > 0, f"exponential numbers with a rate of {rate}: it must be positive")
-    return Recipe("exponential", (), 1 / rate / ONE)
+    return _on_curve(EXPONENTIAL, "exponential", dtype, 1 / rate)
 
 
 def _of_geometric(dtype: torch.dtype, p: float) -> Recipe:
     _require(0 < p <= 1, f"geometric numbers with a probability of {p}: it must be more than 0, and 1 at the most")
-    return Recipe("exponential", (), 0.0 if p == 1 else -1 / math.log1p(-p) / ONE, last="ceil")
+    scale = 0.0 if p == 1 else -1 / math.log1p(-p)
+    return _on_curve(EXPONENTIAL, "exponential", dtype, scale)._replace(last="ceil")
 
 
 def _of_bernoulli(dtype: torch.dtype, p: float) -> Recipe:

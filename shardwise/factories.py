@@ -1,5 +1,5 @@
-"""New DTensors from sizes: `zeros`, `ones`, `full`, `empty`, `rand`, `randn`, `randint`, `randperm`. No rank makes more than its
-own piece, except of a permutation; random numbers are those of the whole tensor whatever the mesh."""
+"""New DTensors from sizes: `zeros`, `ones`, `full`, `empty`, `rand`, `randn`, `randint`, `randperm`. No rank makes more than
+its own piece, except of a permutation; random numbers are those of the whole tensor whatever the mesh."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def made_tensor(shape: Sequence[int], mesh: Mesh, placements: Any, dtype: torch.
     """A new tensor."""
     wanted = [Replicate()] * mesh.ndim if placements is None else placements
     layout = make_layout(shape, mesh, wanted, dtype).reduced()
-    made: DTensor
+    made: Any
     if want.draw == "permutation":
         made = _permutation(Tools(DTensor), layout.replace(dtype=torch.int64)).to(dtype)
     elif want.draw:
@@ -49,7 +49,8 @@ def made_tensor(shape: Sequence[int], mesh: Mesh, placements: Any, dtype: torch.
     else:
         local = door(mesh).each(_fill, mesh, PerRank(layout.local_shape), want.numbers, dtype, layout.device)
         made = wrap(DTensor, local, layout)
-    return made
+    new: DTensor = made
+    return new
 
 
 def _fill(shape: tuple[int, ...], value: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

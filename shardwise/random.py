@@ -1,7 +1,7 @@
 """Random numbers of global tensors: the same on every rank, and on every mesh and layout.
 
-Each random call has a number: how many such calls there were since torch was seeded. The seed and that number give two keys, and
-an element's number is a function of these keys and of its index in the global tensor (`shardwise.counter`): replicas agree,
+Each random call has a number: how many such calls there were since torch was seeded. The seed and that number give two keys,
+and an element's number is a function of these keys and of its index in the global tensor (`shardwise.counter`): replicas agree,
 shards differ, a rank makes no more than its own piece, and values do not depend on how the tensor is cut.
 
 The count lives in the state of torch's default CPU generator, in the field for a cached normal number in single precision,
@@ -183,10 +183,8 @@ def drop_piece(x: Tensor, scale: float, keep: Draw, box: Spans, key: Key) -> tup
 @functools.cache
 def triton_kernels() -> Any:
     """The kernels for GPUs, if Triton is here; it takes seconds to import."""
-    try:
-        return importlib.import_module(".triton_random", __package__)
-    except ImportError:
-        return None
+    module = importlib.import_module(".triton_random", __package__)
+    return module if module.AVAILABLE else None
 
 
 # ── in traced programs ────────────────────────────────────────────────────────────────────────────────────────────────

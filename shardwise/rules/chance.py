@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,18 +47,19 @@ def _complex(tools: Any, layout: Layout, how: Draw, generator: Generator | None)
 
 def _traced_spans(tools: Any, layout: Layout) -> tuple[Any, ...]:
     """The same as `spans`, with numbers of the rank as values of the program."""
-    starts, lengths, strides = [], [], []
-    for side in sides(layout):
-        sizes, shard = side.factor.sizes, partial(layout.shard, side.factor)
-        if min(sizes) == max(sizes):  # also where sizes are symbols
-            start = tools.number(Number(shard), layout.mesh) * (sizes[0] * side.times)
-            lengths.append(sizes[0] * side.times)
-        else:
-            start = tools.number(Number(lambda place, side=side, shard=shard: side.start(shard(place))), layout.mesh)
-            lengths.append(PerRank(lambda place, side=side, shard=shard: side.length(shard(place))))
-        starts.append(start)
-        strides.append(side.stride)
-    return tuple(starts), tuple(lengths), tuple(strides)
+    starts, lengths, several = [], [], sides(layout)
+    for side in several:
+        sizes = side.factor.sizes
+        even = min(sizes) == max(sizes)  # also where sizes are symbols
+        first = partial(layout.shard, side.factor) if even else partial(_at, side.start, layout, side.factor)
+        start = tools.number(Number(first), layout.mesh)
+        starts.append(start * side.length(0) if even else start)
+        lengths.append(side.length(0) if even else PerRank(partial(_at, side.length, layout, side.factor)))
+    return tuple(starts), tuple(lengths), tuple(side.stride for side in several)
+
+
+def _at(fact: Callable[[int], int], layout: Layout, factor: Any, place: int) -> int:
+    return fact(layout.shard(factor, place))
 
 
 def _fill_in_place(tools: Any, op: Any, x: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
@@ -201,17 +202,18 @@ def _multinomial(tools: Any, op: Any, p: Any, count: int, replacement: bool = Fa
     _check_weights(p, count, replacement)
     chosen = Layout.of(layout.mesh, [*layout.dims[:-1], [whole(count)]], (), torch.int64)
     if replacement:
-        drawn, kernel = draw(tools, chosen, Draw("bits"), generator), _weighted
+        local = tools.each(_weighted, layout.mesh, tools.move(p, layout), draw(tools, chosen, Draw("bits"), generator))
     else:
-        drawn, kernel = draw(tools, layout.replace(dtype=torch.float64), Draw("exponential", (1.0,)), generator), _first_of
-    return tools.wrap(tools.each(kernel, layout.mesh, tools.move(p, layout), drawn, count), chosen)
+        times = draw(tools, layout.replace(dtype=torch.float64), Draw("exponential", (1.0,)), generator)
+        local = tools.each(_first_of, layout.mesh, tools.move(p, layout), times, count)
+    return tools.wrap(local, chosen)
 
 
 def _check_weights(p: Any, count: int, replacement: bool) -> None:
-    if p.ndim not in (1, 2) or not count > 0 or (count > p.shape[-1] and not replacement):
+    if p.ndim not in (1, 2) or count < 1 or (count > p.shape[-1] and not replacement):
         raise OperatorError(
-            f"multinomial of {count} from weights of shape {list(p.shape)}, {'with' if replacement else 'without'} replacement: "
-            "it takes a vector or a matrix, at least one index, and without replacement no more than there are weights"
+            f"multinomial: {count} indices {'with' if replacement else 'without'} replacement from weights of shape "
+            f"{list(p.shape)}; it takes a vector or a matrix, gives at least one, and without replacement each at most once"
         )
     if tracing_context() is None and not bool(((p >= 0) & (p < math.inf)).all() & (p.sum(-1) > 0).all()):
         raise OperatorError(
@@ -224,7 +226,7 @@ def _first_of(p: Tensor, times: Tensor, count: int) -> Tensor:
     return aten.argsort.stable(p.to(torch.float64) / times, stable=True, dim=-1, descending=True)[..., :count].contiguous()
 
 
-def _weighted(p: Tensor, z: Tensor, count: int) -> Tensor:
+def _weighted(p: Tensor, z: Tensor) -> Tensor:
     """With replacement: where a random number falls among the running sums of the weights. These are whole numbers, whose sums
     no order of adding changes."""
     room = 62 - math.ceil(math.log2(p.shape[-1]))
