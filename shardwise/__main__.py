@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--operators", action="store_true", help="sweep torch's operator database")
     add("--inplace", action="store_true", help="the in-place forms of the operators")
     add("--mesh", default="2", help="2, 3 or 2x2 ranks")
-    add("--dtype", default="float32")
+    add("--dtype", help="float32 where an operator has it, if left out")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     add("--shards", type=int, default=1, help="take one of so many parts of the names")
     add("--shard", type=int, default=0, help="which part")
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _operators(given: argparse.Namespace) -> int:
-    sweep = Sweep(tuple(map(int, given.mesh.split("x"))), getattr(torch, given.dtype), given.inplace)
+    sweep = Sweep(tuple(map(int, given.mesh.split("x"))), given.dtype and getattr(torch, given.dtype), given.inplace)
     chosen = [name for name in names(sweep) if any(fnmatch.fnmatch(name, p) for p in given.pattern.split(","))]
     chosen = chosen[given.shard :: given.shards]
     verdicts = []

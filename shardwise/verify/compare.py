@@ -45,7 +45,7 @@ def _difference(got: Any, want: Any, relative: float) -> str | None:
     if not isinstance(got, DTensor):
         return _numbers(got.detach(), want, relative)
     got = got.detach()
-    for place, piece in enumerate(got.to_local().pieces):  # type: ignore[attr-defined]
+    for place, piece in enumerate(got._local.pieces):
         if tuple(piece.shape) != got.layout.local_shape(place):
             return f"holds {list(piece.shape)} at rank {place} of {got.layout}, not {list(got.layout.local_shape(place))}"
     texts = (_numbers(piece, want, relative) for piece in _whole(got))
@@ -54,7 +54,7 @@ def _difference(got: Any, want: Any, relative: float) -> str | None:
 
 def _whole(got: DTensor) -> list[Tensor]:
     """The whole value as every rank sees it; one suffices of ranks that see the very same tensor."""
-    whole = got.redistribute(placements=got.layout.replicated()).to_local()
+    whole: Any = got.redistribute(placements=got.layout.replicated()).to_local()
     return list({id(piece): piece for piece in whole.pieces}.values())
 
 

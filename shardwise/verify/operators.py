@@ -20,7 +20,7 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..tensor import DTensor
 from .compare import difference
 from .pool import TimeOut
-from .samples import Case, cases, is_random, operators, uninitialised
+from .samples import Case, cases, chosen, is_random, operators, uninitialised
 from .spread import flat, spread
 
 #: How many samples of an operator are tried, and how many combinations of placements of each.
@@ -33,14 +33,14 @@ Combination = tuple[tuple[Placement, ...], ...]
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is swept: a mesh, a dtype, in-place forms or not.
+    """What is swept: a mesh, a dtype (none: float32 where an operator has it), in-place forms or not.
 
     >>> Sweep((2, 2)).mesh
     Mesh(a=2, b=2)
     """
 
     shape: tuple[int, ...] = (2,)
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
     inplace: bool = False
 
     @property
@@ -53,7 +53,7 @@ class Sweep:
 class Verdict:
     """What became of one operator: how many combinations were right, what went wrong first, and what served it.
 
-    `outcome` is "right", "error", "WRONG", "hang", "abort", "random", "uninitialised" or "no samples".
+    `outcome` is "right", "error", "WRONG", "hang", "abort", "random", "uninitialised" or "no samples" (none on dense tensors).
     """
 
     name: str
@@ -97,14 +97,14 @@ def check_operator(name: str, sweep: Sweep) -> Verdict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         several = cases(operators()[name], sweep.dtype, SAMPLES, sweep.inplace)
-        tried = [case for case in several if _runs(case)]
-        if not tried:
+        run = [case for case in several if _runs(case)]
+        if not run:
             return Verdict(name, "no samples")
-        if any(is_random(case) for case in tried):
+        if any(is_random(case) for case in run):
             return Verdict(name, "random")
         counts: Counter[str] = Counter()
         with trace_comm() as log:
-            for number, case in enumerate(tried):
+            for number, case in enumerate(chosen(run, SAMPLES)):
                 for outcome, text in _check_case(case, sweep, number):
                     counts[outcome] += 1
                     if outcome != "right" and (not verdict.text or (outcome == "WRONG" and verdict.outcome != "WRONG")):
@@ -125,7 +125,7 @@ def _runs(case: Case) -> bool:
 def placements_of(tensor: Tensor, mesh: Mesh) -> list[tuple[Placement, ...]]:
     """The placements of a tensor that are tried: replicated, cut along every dim, also into nothing and all, pending a sum."""
     options: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(tensor.ndim))]
-    if tensor.is_floating_point() or tensor.is_complex():
+    if tensor.dtype is not torch.bool:
         options.append(Partial("sum"))
     if mesh.ndim == 1 and tensor.ndim:
         options.append(Shard(0, sizes=(*(0,) * (mesh.size - 1), tensor.shape[0])))
