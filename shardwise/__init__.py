@@ -23,6 +23,7 @@ from .placement import Partial, Placement, Replicate, Shard
 from .plan import plan
 from .relabel import relabel
 from .tensor import DTensor, distribute_tensor
+from .verify.register import rule
 
 __all__ = [
     "Bundle",
@@ -60,6 +61,7 @@ __all__ = [
     "rand",
     "randn",
     "relabel",
+    "rule",
     "save_artifacts",
     "simulate",
     "trace_comm",

@@ -1,4 +1,4 @@
-"""The command line: `python -m shardwise verify`."""
+"""The command line: `python -m shardwise verify`, or `shardwise verify`."""
 
 from __future__ import annotations
 
@@ -6,56 +6,51 @@ import argparse
 import fnmatch
 import os
 import sys
-from collections import Counter
-from functools import partial
 
 import torch
 
-from .verify.operators import Sweep, Verdict, check_operator, names
-from .verify.pool import run
+from .verify.coverage import write
+from .verify.operators import Sweep, names
+from .verify.report import check_rules, sweep_operators
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; gives its exit code."""
+    given = _parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    if given.coverage:
+        write(given.coverage, given.workers)
+        return 0
+    if given.operators or given.inplace:
+        sweep = Sweep(tuple(map(int, given.mesh.split("x"))), given.dtype and getattr(torch, given.dtype), given.inplace)
+        chosen = [name for name in names(sweep) if _matches(name, given.pattern)][given.shard :: given.shards]
+        verdicts = sweep_operators(chosen, sweep, given.workers)
+        return int(any(verdict.outcome in ("WRONG", "hang", "abort", "fault") for verdict in verdicts))
+    rules = check_rules(lambda name: _matches(name, given.pattern), given.workers, given.quick)
+    return int(any(rule.unsound for rule in rules))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("shardwise", description="Distributed tensors that mean what one device means.")
-    verify = parser.add_subparsers(dest="command", required=True).add_parser("verify", help="prove rules and operators")
-    add = verify.add_argument
-    add("pattern", nargs="?", default="*", help="names to take, as in 'nn.functional.*pool*'; several are separated by commas")
-    add("--operators", action="store_true", help="sweep torch's operator database")
-    add("--inplace", action="store_true", help="the in-place forms of the operators")
-    add("--mesh", default="2", help="2, 3 or 2x2 ranks")
-    add("--dtype", help="float32 where an operator has it, if left out")
-    add("--workers", type=int, default=os.cpu_count() or 1, help="processes")
-    add("--shards", type=int, default=1, help="take one of so many parts of the names")
-    add("--shard", type=int, default=0, help="which part")
-    given = parser.parse_args(arguments)
-    return _operators(given)
-
-
-def _operators(given: argparse.Namespace) -> int:
-    sweep = Sweep(tuple(map(int, given.mesh.split("x"))), given.dtype and getattr(torch, given.dtype), given.inplace)
-    chosen = [name for name in names(sweep) if any(fnmatch.fnmatch(name, p) for p in given.pattern.split(","))]
-    chosen = chosen[given.shard :: given.shards]
-    verdicts = []
-    for done in run(partial(check_operator, sweep=sweep), chosen, given.workers):
-        verdict = done.result or Verdict(done.task, done.failure)
-        print(verdict, flush=True)
-        verdicts.append(verdict)
-    print(_summary(verdicts))
-    return int(any(v.outcome in ("WRONG", "hang", "abort") for v in verdicts))
-
-
-def _summary(verdicts: list[Verdict]) -> str:
-    tried = [v for v in verdicts if v.tried]
-    counts = Counter(v.outcome for v in verdicts)
-    served = Counter(v.served for v in tried)
-    aside = ", ".join(f"{n} {outcome}" for outcome, n in counts.items() if outcome in ("random", "uninitialised", "no samples"))
-    return (
-        f"{len(tried)} operators: {counts['right']} right on every combination, {counts['error']} raise, "
-        f"{counts['WRONG']} WRONG, {counts['hang']} hang, {counts['abort']} abort; served by "
-        + ", ".join(f"{how} {n}" for how, n in served.items())
-        + (f"; set aside: {aside}" if aside else "")
+    verify = parser.add_subparsers(dest="command", required=True).add_parser(
+        "verify", help="prove that rules, and all of torch's operators, mean what they mean on one device"
     )
+    add = verify.add_argument
+    add("pattern", nargs="?", default="*", help="names to take, as 'aten.*pool*' or 'nn.functional.*'; commas between several")
+    add("--quick", action="store_true", help="a few operators only")
+    add("--operators", action="store_true", help="sweep torch's operator database instead of the rules")
+    add("--inplace", action="store_true", help="the same for in-place forms")
+    add("--mesh", default="2", help="of a sweep: 2, 3 or 2x2 ranks")
+    add("--dtype", help="of a sweep: float32 where an operator has it, if left out")
+    add("--coverage", metavar="FILE", help="sweep everything and write docs/coverage.md")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    add("--shards", type=int, default=1, help="of a sweep: take one of so many parts of the names")
+    add("--shard", type=int, default=0, help="which part")
+    return parser
+
+
+def _matches(name: str, patterns: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns.split(","))
 
 
 if __name__ == "__main__":

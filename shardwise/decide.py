@@ -15,6 +15,7 @@ from typing import Any
 from ._torch import hint
 from .cost import PER_WORK, Link, all_reduce, change, links
 from .layout import Dim, Layout, cut, whole
+from .placement import KINDS
 from .rules.notation import Call, Kernel, Proposal, Result, Rule, additive, labels
 
 State = int | str | None
@@ -51,11 +52,10 @@ class Decision:
 
 def decide(rule: Rule, call: Call) -> Decision:
     """The cheapest way to run a call under its rule."""
-    found = rule.function(call) if rule.function is not None else None
+    found = _said(rule, call)
     if isinstance(found, Proposal):
         return _from_proposal(found, call)
-    if found is not None:
-        rule, call = found, replace(call, slots=tuple(range(len(call.tensors))))
+    rule, call = found
     bound = _bind(rule, call)
     if rule.program is not None and _needs_program(rule, bound, call):
         return Decision(copy_back=True) if call.written is not None else Decision(program=rule.program)
@@ -66,6 +66,34 @@ def decide(rule: Rule, call: Call) -> Decision:
             return Decision(copy_back=True)
         choices[axis] = choice
     return _from_choices(rule, call, bound, choices)
+
+
+def _said(rule: Rule, call: Call) -> Proposal | tuple[Rule, Call]:
+    """What the rule's function proposes, or the sentence that holds for this call."""
+    found = rule.function(call) if rule.function is not None else None
+    if found is None or isinstance(found, Proposal):
+        return (rule, call) if found is None else found
+    return found, replace(call, slots=tuple(range(len(call.tensors))))
+
+
+def offers(rule: Rule, call: Call) -> list[Candidate]:
+    """Everything the sentence of a rule allows along one axis, whatever the tensors have; nothing where a function proposes."""
+    found = _said(rule, call)
+    if isinstance(found, Proposal) or not found[0].inputs:
+        return []
+    rule, call = found
+    bound = _bind(rule, call)
+    nothing = Candidate((None,) * len(call.tensors), (None,) * len(bound.outputs))
+    every = [names[i] for names in bound.inputs for i in range(len(names))]
+    return list(dict.fromkeys((nothing, *_passes(rule, bound, KINDS), *_cuts(rule, bound, every))))
+
+
+def along(rule: Rule, call: Call, choices: dict[str, Candidate]) -> Decision:
+    """The decision that takes a given candidate along each axis."""
+    found = _said(rule, call)
+    if isinstance(found, Proposal):
+        return _from_proposal(found, call)
+    return _from_choices(*found, _bind(*found), choices)
 
 
 def _from_proposal(proposal: Proposal, call: Call) -> Decision:
@@ -196,7 +224,7 @@ def _choose(rule: Rule, call: Call, bound: Bound, axis: str) -> Candidate | None
     mesh = call.tensors[0].mesh
     ranks, link = mesh.shape[axis], links(mesh)[axis]
     best, least = None, float("inf")
-    for candidate in (*_passes(rule, bound, have), *_cuts(rule, bound, have), plain):  # the first of equals is taken
+    for candidate in _candidates(rule, bound, have, plain):  # the first of equals is taken
         if call.written is not None and not _keeps(candidate, have, call.written):
             continue
         seconds = _price(candidate, call, bound, have, ranks, link)
@@ -209,15 +237,21 @@ def _keeps(candidate: Candidate, have: tuple[State, ...], written: int) -> bool:
     return candidate.wants[written] == have[written] and candidate.results[:1] in ((), (have[written],))
 
 
-def _cuts(rule: Rule, bound: Bound, have: tuple[State, ...]) -> Iterable[Candidate]:
-    found = (names[s] for names, s in zip(bound.inputs, have, strict=True) if isinstance(s, int))
-    for label in dict.fromkeys(found):
+def _candidates(rule: Rule, bound: Bound, have: tuple[State, ...], plain: Candidate) -> Iterable[Candidate]:
+    """Let what is pending pass, cut what is cut already, or replicate."""
+    yield from _passes(rule, bound, (state for state in have if isinstance(state, str)))
+    yield from _cuts(rule, bound, (names[s] for names, s in zip(bound.inputs, have, strict=True) if isinstance(s, int)))
+    yield plain
+
+
+def _cuts(rule: Rule, bound: Bound, letters: Iterable[str | None]) -> Iterable[Candidate]:
+    for label in dict.fromkeys(letters):
         if label is None or _is_whole(bound, label):
             continue
         kept = [same or label in names for names, same in zip(bound.outputs, bound.same, strict=True)]
         if not all(kept) and rule.lost is None:
             continue
-        wants = tuple(_want(label, i, bound, all(kept)) for i in range(len(have)))
+        wants = tuple(_want(label, i, bound, all(kept)) for i in range(len(bound.inputs)))
         results = (names.index(label) if label in names else rule.lost for names in bound.outputs)
         yield Candidate(wants, _unless_same(bound, results), label)
 
@@ -229,15 +263,16 @@ def _want(label: str, tensor: int, bound: Bound, kept: bool) -> State:
     return "sum" if added else None
 
 
-def _passes(rule: Rule, bound: Bound, have: tuple[State, ...]) -> Iterable[Candidate]:
-    for kind in dict.fromkeys(state for state in have if isinstance(state, str)):
+def _passes(rule: Rule, bound: Bound, kinds: Iterable[str]) -> Iterable[Candidate]:
+    tensors = len(bound.inputs)
+    for kind in dict.fromkeys(kinds):
         if kind in ("sum", "avg"):
             for group in bound.linear:
-                wants = tuple(kind if i in group else None for i in range(len(have)))
+                wants = tuple(kind if i in group else None for i in range(tensors))
                 yield Candidate(wants, _unless_same(bound, repeat(kind)))
         through = _through(rule.passes, kind, bound.floating)
         if through is not None:
-            yield Candidate((kind, *(None,) * (len(have) - 1)), _unless_same(bound, repeat(through)))
+            yield Candidate((kind, *(None,) * (tensors - 1)), _unless_same(bound, repeat(through)))
 
 
 def _unless_same(bound: Bound, states: Iterable[State]) -> tuple[State, ...]:

@@ -60,6 +60,7 @@ class Rule:
                  all its tensors in order; where it gives None, the sentence holds
     copies       its result is a view on one device, but not here
     zipped       its lists go element by element, so they may be split and run apart
+    unoffered    why placements that would do are not offered: "max min: why", about those with a pending max or min; "cut: why"
     static/free  arguments that enter the key by value / by type only, against the default (see `keyed_by_value`)
     """
 
@@ -76,6 +77,7 @@ class Rule:
     zipped: bool = False
     static: frozenset[str] = frozenset()
     free: frozenset[str] = frozenset()
+    unoffered: str = ""
     text: str = ""
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..comm import Bundle
 from ..tensor import DTensor
-from .spread import flat
+from .spread import assembled, flat
 
 #: How far numbers may be apart, for the largest of them.
 RELATIVE = 2e-4
@@ -44,34 +44,38 @@ def _difference(got: Any, want: Any, relative: float) -> str | None:
     want = want.detach()
     if not isinstance(got, DTensor):
         return _numbers(got.detach(), want, relative)
-    got = got.detach()
-    for place, piece in enumerate(got._local.pieces):
+    for place, piece in enumerate(got._local.pieces):  # type: ignore[attr-defined]
         if tuple(piece.shape) != got.layout.local_shape(place):
             return f"holds {list(piece.shape)} at rank {place} of {got.layout}, not {list(got.layout.local_shape(place))}"
-    texts = (_numbers(piece, want, relative) for piece in _whole(got))
+    texts = (_numbers(whole, want, relative) for whole in assembled(got))
     return next((f"{text} ({got.layout})" for text in texts if text is not None), None)
-
-
-def _whole(got: DTensor) -> list[Tensor]:
-    """The whole value as every rank sees it; one suffices of ranks that see the very same tensor."""
-    whole: Any = got.redistribute(placements=got.layout.replicated()).to_local()
-    return list({id(piece): piece for piece in whole.pieces}.values())
 
 
 def _numbers(got: Tensor, want: Tensor, relative: float) -> str | None:
     if want.layout != torch.strided:
         got, want = got.to_dense(), want.to_dense()
-    if torch.equal(got, want):
-        return None
-    if want.dtype.is_floating_point or want.dtype.is_complex:
-        largest = want.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if want.numel() else 0.0
-        wide = torch.complex128 if want.is_complex() else torch.float64
-        one, other = got.to(wide), want.to(wide)
-        if torch.allclose(one, other, rtol=relative, atol=relative * max(1.0, largest), equal_nan=True):
-            return None
-    return f"gives {_shown(got)}, not {_shown(want)}"
+    return None if close(got, want, relative) else _shown(got, want)
 
 
-def _shown(x: Tensor) -> str:
-    text = str(x.tolist())
-    return text if len(text) < 200 else f"{text[:200]} …"
+def close(got: Tensor, want: Tensor, relative: float = RELATIVE) -> bool:
+    """Whether two tensors of one shape have the same numbers."""
+    if not (want.dtype.is_floating_point or want.dtype.is_complex):
+        return torch.equal(got, want)
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    relative = max(relative, 8 * torch.finfo(want.dtype).eps) if relative else 0.0
+    one, other = got.to(wide), want.to(wide)
+    largest = other.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if want.numel() else 0.0
+    return torch.allclose(one, other, rtol=relative, atol=relative * max(1.0, largest), equal_nan=True)
+
+
+def _shown(got: Tensor, want: Tensor) -> str:
+    """Both values, or the element of many that differs most."""
+    if want.numel() <= 8:
+        return f"gives {got.tolist()}, not {want.tolist()}"
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    apart = (got.to(wide) - want.to(wide)).abs()
+    apart = torch.where(got.isnan() != want.isnan(), torch.inf, apart.nan_to_num(0.0, torch.inf))
+    worst = int(apart.argmax())
+    place = [int(i) for i in torch.unravel_index(torch.tensor(worst), want.shape)]
+    one, other = got.reshape(-1)[worst].item(), want.reshape(-1)[worst].item()
+    return f"gives {one} at {place}, not {other}"

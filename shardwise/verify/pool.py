@@ -21,7 +21,7 @@ class TimeOut(BaseException):
 
 
 class Done(NamedTuple):
-    """A task and its result; what became of it where it has none: "hang" or "abort"."""
+    """A task and its result; what became of it where it has none: "hang", "abort", or an error of the verifier itself."""
 
     task: Any
     result: Any
@@ -40,6 +40,8 @@ def limited(function: Callable[[Any], Any], task: Any) -> Done:
         return Done(task, function(task))
     except TimeOut:
         return Done(task, None, "hang")
+    except Exception as error:
+        return Done(task, None, f"fault: {type(error).__name__}: {error}")
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)

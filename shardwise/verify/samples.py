@@ -5,9 +5,10 @@ Not imported by the package itself: the database takes seconds to load.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,15 @@ from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..rules.table import find
+from .calls import Sample
+from .complete import DTYPES
 from .spread import filled, flat
 
 #: Operators whose results nobody wrote: there is nothing to compare.
 UNINITIALISED = ("empty", "resize_")
-#: The dtypes that matter.
-DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
+#: Of recorded calls: samples of each operator that are run, most elements, how many are noted and kept of each overload.
+RECORDED, LARGEST, NOTED, KEPT = 5, 4000, 120, 8
 
 
 @dataclass(frozen=True)
@@ -99,3 +103,98 @@ def is_random(case: Case) -> bool:
     with _Draws() as mode:
         case.run([t.clone() for t in case.tensors])
     return mode.drawn
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every call of an operator that has a rule, with its arguments as they were before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: dict[str, dict[Any, Sample]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if find(func) is not None:
+            sample = Sample(func, tuple(args), kwargs)
+            several = self.noted.setdefault(sample.name, {})
+            if sample.size <= LARGEST and len(several) < NOTED and (key := sample.key()) not in several:
+                copied = sample.given([t.detach().resolve_conj().resolve_neg().clone() for t in sample.tensors])
+                several[key] = Sample(func, *copied)
+        return func(*args, **kwargs)
+
+
+def _lists(name: str, *arguments: Any) -> Callable[[], Any]:
+    x, y = torch.randn(3, 4), torch.rand(5)
+    several = [[x, y] if argument is list else argument for argument in arguments]
+    return lambda: getattr(torch.ops.aten, f"_foreach_{name}")(*several)
+
+
+_UNARY = (
+    "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round rsqrt "
+    "sigmoid sign sin sinh sqrt tan tanh trunc norm zero"
+)
+_x, _index = torch.randn(4, 6), torch.randint(8, (3, 5))
+_aten = torch.ops.aten
+OTHERS: list[Callable[[], Any]] = [
+    *(_lists(name, list) for name in _UNARY.split()),
+    *(
+        _lists(name, list, list)
+        for name in ("add", "sub", "mul", "div", "maximum", "minimum", "clamp_max", "clamp_min", "copy")
+    ),
+    *(_lists(name, list, 2.0) for name in ("add", "sub", "mul", "div", "pow", "maximum", "minimum", "clamp_max", "clamp_min")),
+    *(_lists(name, list, list, list) for name in ("addcmul", "addcdiv")),
+    _lists("lerp", list, list, 0.25),
+    *(lambda op=op: op(_index, 2) for op in (_aten.__lshift__, _aten.__rshift__)),
+    *(lambda op=op: op(_x) for op in (_aten.alias, _aten.detach_copy, _aten.lift, _aten.lift_fresh_copy, _aten.conj_physical)),
+    lambda: _aten._neg_view(_x),
+    lambda: _aten._reshape_alias(_x, [8, 3], [3, 1]),
+    lambda: _aten.slice_copy(_x, 1, 1, 5, 2),
+    lambda: _aten.select_copy(_x, 1, 2),
+    lambda: _aten._unsafe_index(_x, [torch.tensor([0, 3, 1])]),
+    lambda: _aten._unsafe_index_put(_x, [torch.tensor([0, 3])], torch.randn(2, 6)),
+    lambda: _aten._index_put_impl(_x, [torch.tensor([0, 3])], torch.randn(2, 6)),
+    lambda: _aten.soft_margin_loss(_x, _x.sign()),
+    lambda: _aten.soft_margin_loss_backward(torch.randn(()), _x, _x.sign(), 1),
+    lambda: _aten._fused_rms_norm(_x, [6], torch.randn(6), 1e-5),
+]
+
+
+def recorded(chosen_operators: Iterable[Any], kept: int = KEPT, others: bool = True) -> dict[str, list[Sample]]:
+    """Calls of operators that have a rule, by overload: those that samples of some operators make, forward and backward, and
+    those of `OTHERS`, which no operator of the database makes."""
+    recorder = _Recorder()
+    for make in OTHERS if others else ():
+        with recorder, contextlib.suppress(NotImplementedError):
+            make()
+    for op in chosen_operators:
+        for dtype in DTYPES:
+            for case in chosen(_tolerant(op, dtype), RECORDED):
+                with recorder, contextlib.suppress(Exception), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    run_and_back(case, [t.clone() for t in case.tensors])
+    return {name: _few(list(several.values()), kept) for name, several in sorted(recorder.noted.items()) if several}
+
+
+def _tolerant(op: Any, dtype: torch.dtype) -> list[Case]:
+    try:
+        return cases(op, dtype, RECORDED)
+    except Exception:  # some samples need what this machine lacks
+        return []
+
+
+def run_and_back(case: Case, tensors: list[Tensor]) -> None:
+    """A call and its gradients."""
+    if case.differentiable:
+        tensors = [t.requires_grad_() if t.is_floating_point() or t.is_complex() else t for t in tensors]
+    outs = [out for out in flat(case.run(tensors)) if isinstance(out, Tensor) and out.requires_grad]
+    if outs:
+        torch.autograd.backward(outs, [torch.randn_like(out) for out in outs])
+
+
+def _few(several: list[Sample], kept: int) -> list[Sample]:
+    """At most two of a kind, the smallest that are not trivial, and of all kinds a bounded number."""
+    by_kind: dict[Any, list[Sample]] = {}
+    for sample in sorted(several, key=lambda s: (s.size < 4, s.size)):
+        by_kind.setdefault(repr(sample.kind()), []).append(sample)
+    rounds = [[group[i] for group in by_kind.values() if i < len(group)] for i in range(2)]
+    return [sample for one in rounds for sample in one][:kept]

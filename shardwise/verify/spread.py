@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Bundle
+from ..comm.wire import combine
 from ..layout import Layout, make_layout
 from ..mesh import Mesh
 from ..tensor import DTensor
@@ -46,6 +47,51 @@ def pieces_of(tensor: Tensor, layout: Layout, turn: int = 0) -> Bundle:
     return Bundle(pieces)
 
 
+def assembled(x: DTensor) -> list[Tensor]:
+    """The whole value, as each set of ranks that hold a copy of it has it; from index sets alone, as `pieces_of`.
+
+    >>> from ..comm import init_mesh
+    >>> from ..placement import Shard
+    >>> assembled(spread(torch.arange(3), init_mesh(a=2, b=2), {"a": Shard(0)}))
+    [tensor([0, 1, 2]), tensor([0, 1, 2])]
+    """
+    layout, mesh, pieces = x._layout, x._layout.mesh, x._local.pieces  # type: ignore[attr-defined]
+    kinds = dict(layout.partials)
+    copies = [axis for axis in mesh.axes if axis not in layout.states]
+    wholes: dict[Any, dict[Any, Tensor]] = {}
+    for place, piece in enumerate(pieces):
+        point = dict(zip(mesh.axes, mesh.coordinates[place], strict=True))
+        summands = wholes.setdefault(tuple(point[axis] for axis in copies), {})
+        pending = tuple(point[axis] for axis in kinds)
+        if pending not in summands:
+            summands[pending] = torch.empty(layout.shape, dtype=piece.dtype)
+        _put(summands[pending], piece, layout, place)
+    return [_combined(summands, list(kinds.values())) for summands in wholes.values()]
+
+
+def _put(whole: Tensor, piece: Tensor, layout: Layout, place: int) -> None:
+    index: list[Any] = []
+    for dim in range(piece.ndim):
+        held = [i for start, stop in layout.runs(dim, place) for i in range(start, stop)]
+        index.append(torch.tensor(held, dtype=torch.long).view([-1 if d == dim else 1 for d in range(piece.ndim)]))
+    whole[tuple(index)] = piece if piece.ndim else piece.view(())
+
+
+def _combined(summands: dict[Any, Tensor], kinds: list[str]) -> Tensor:
+    """The summands reduced over one axis after the other."""
+    for kind in reversed(kinds):
+        groups: dict[Any, list[Tensor]] = {}
+        for pending, value in sorted(summands.items(), key=lambda item: item[0]):
+            groups.setdefault(pending[:-1], []).append(value)
+        summands = {pending: reduced(values, kind) for pending, values in groups.items()}
+    return summands[()]
+
+
+def reduced(values: Sequence[Tensor], kind: str) -> Tensor:
+    """What values of some ranks are together."""
+    return combine(values, "sum") / len(values) if kind == "avg" else combine(values, kind)
+
+
 def split(x: Tensor, kind: str, ranks: int, turn: int = 0) -> list[Tensor]:
     """What each of some ranks holds of a value that is pending.
 
@@ -54,7 +100,7 @@ def split(x: Tensor, kind: str, ranks: int, turn: int = 0) -> list[Tensor]:
     """
     if ranks == 1:
         return [x.clone()]
-    owner = (torch.arange(x.numel()).reshape(x.shape) + turn) % ranks
+    owner = torch.randint(ranks, x.shape, generator=torch.Generator().manual_seed(turn))
     second = (owner + 1) % ranks
     return [_SPLITS[kind](x, owner == rank, second == rank, ranks) for rank in range(ranks)]
 
@@ -76,7 +122,8 @@ def _avg(x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
 
 def _extreme(sign: int, x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
     if x.dtype is torch.bool:
-        return x & first if sign < 0 else x | ~first
+        held = first | (second & (torch.arange(x.numel()).reshape(x.shape) % 2 == 0))  # some by several ranks
+        return x & held if sign < 0 else x | ~held
     away = x + sign * (1 + x.abs())
     away = torch.where(second, away, away + sign)
     calm = x.isfinite() if x.is_floating_point() else torch.ones_like(x, dtype=torch.bool)
