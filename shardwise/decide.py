@@ -110,13 +110,14 @@ def _from_proposal(proposal: Proposal, call: Call) -> Decision:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A sentence with its letters bound: labels per tensor and per result, sizes per label, tensors linear together, labels
-    that cannot be cut, and which results are the same on every rank whatever is cut."""
+    """A sentence with its letters bound: labels per tensor and per result, sizes per label, tensors linear together, those that
+    pending values pass through, labels that cannot be cut, and which results are the same on every rank whatever is cut."""
 
     inputs: tuple[tuple[str | None, ...], ...]
     outputs: tuple[tuple[str | None, ...], ...]
     sizes: dict[str, int]
     linear: tuple[tuple[int, ...], ...]
+    passes: tuple[tuple[int, str], ...]
     whole: frozenset[str]
     same: tuple[bool, ...]
     floating: bool
@@ -156,7 +157,9 @@ def _bind(rule: Rule, call: Call) -> Bound:
         work *= hint(size)
     linear, uncut = tuple(_linear_sets(rule, call)), _whole(rule, call)
     same = tuple(rule.outputs[min(i, last)].same for i in range(len(outputs)))
-    return Bound(inputs, outputs, sizes, linear, uncut, same, call.tensors[0].dtype.is_floating_point, work)
+    words = rule.passes if isinstance(rule.passes, tuple) else (rule.passes,)
+    passes = tuple((i, word) for i, word in zip(call.slots, words, strict=False) if i is not None and word is not None)
+    return Bound(inputs, outputs, sizes, linear, passes, uncut, same, call.tensors[0].dtype.is_floating_point, work)
 
 
 def _whole(rule: Rule, call: Call) -> frozenset[str]:
@@ -270,21 +273,27 @@ def _passes(rule: Rule, bound: Bound, kinds: Iterable[str]) -> Iterable[Candidat
             for group in bound.linear:
                 wants = tuple(kind if i in group else None for i in range(tensors))
                 yield Candidate(wants, _unless_same(bound, repeat(kind)))
-        through = _through(rule.passes, kind, bound.floating)
-        if through is not None:
-            yield Candidate((kind, *(None,) * (tensors - 1)), _unless_same(bound, repeat(through)))
+        for index, word in bound.passes:
+            through = _through(word, kind, bound.floating)
+            if through is not None:
+                wants = tuple(kind if i == index else None for i in range(tensors))
+                yield Candidate(wants, _unless_same(bound, repeat(through)))
+        if kind == rule.together:
+            yield Candidate((kind,) * tensors, _unless_same(bound, repeat(kind)))
 
 
 def _unless_same(bound: Bound, states: Iterable[State]) -> tuple[State, ...]:
     return tuple(None if same else state for same, state in zip(bound.same, states, strict=False))
 
 
-def _through(passes: str | None, kind: str, floating: bool) -> str | None:
-    if passes in ("all", kind):
+def _through(word: str, kind: str, floating: bool) -> str | None:
+    """What a pending kind becomes behind an operator that passes it by a word; None where it does not."""
+    way, _, only = word.partition(" ")
+    if way in ("all", kind):
         return kind
-    if kind not in SWAPPED or passes not in ("up", "down"):
+    if kind not in SWAPPED or way not in ("up", "down") or (only and not floating):
         return None
-    return kind if passes == "up" else SWAPPED[kind] if floating else None
+    return kind if way == "up" else SWAPPED[kind]
 
 
 def _price(candidate: Candidate, call: Call, bound: Bound, have: tuple[State, ...], ranks: int, link: Link) -> float:

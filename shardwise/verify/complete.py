@@ -28,7 +28,7 @@ from .spread import flat, pieces_of, reduced, spread
 #: Combinations of placements tried of one sample at most, and tensors that are not just replicated.
 COMBINATIONS, JOINTLY = 250, 3
 #: Operators that read or write beside their tensors when indices or sizes are too large, instead of raising.
-UNCHECKED = ("_unsafe_", "_index_put_impl", "_reshape_alias", "as_strided", "embedding_dense_backward", "nll_loss")
+UNCHECKED = ("_unsafe_", "_index_put_impl", "_reshape_alias", "as_strided", "embedding_dense_backward", "nll_loss", "dot_product")
 #: Samples of the first of these that an operator has are asked.
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
 
@@ -60,7 +60,8 @@ def _tells(sample: Sample) -> bool:
     if signature(sample.op).written or any(word in sample.name for word in UNCHECKED):
         return False
     results = [out for out in flat(sample.run()) if isinstance(out, Tensor)]
-    several = all(n > 1 for t in sample.tensors for n in t.shape) and any(t.numel() > 3 for t in sample.tensors)
+    floats = [t for t in sample.tensors if t.is_floating_point()] or sample.tensors
+    several = all(n > 1 for t in sample.tensors for n in t.shape) and all(t.numel() > 3 for t in floats)
     return (
         several
         and all(out.numel() for out in results)
