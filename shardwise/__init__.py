@@ -24,6 +24,7 @@ from .placement import Partial, Placement, Replicate, Shard
 from .plan import plan
 from .relabel import relabel
 from .tensor import DTensor, distribute_tensor
+from .verify.register import rule
 
 __all__ = [
     "Bundle",
@@ -63,6 +64,7 @@ __all__ = [
     "randn",
     "randperm",
     "relabel",
+    "rule",
     "save_artifacts",
     "simulate",
     "trace_comm",

@@ -15,6 +15,7 @@ from typing import Any
 from ._torch import hint
 from .cost import PER_WORK, Link, all_reduce, change, links
 from .layout import Dim, Layout, cut, whole
+from .placement import KINDS
 from .rules.notation import Call, Kernel, Proposal, Result, Rule, additive, labels
 
 State = int | str | None
@@ -51,11 +52,10 @@ class Decision:
 
 def decide(rule: Rule, call: Call) -> Decision:
     """The cheapest way to run a call under its rule."""
-    found = rule.function(call) if rule.function is not None else None
+    found = _said(rule, call)
     if isinstance(found, Proposal):
         return _from_proposal(found, call)
-    if found is not None:
-        rule, call = found, replace(call, slots=tuple(range(len(call.tensors))))
+    rule, call = found
     bound = _bind(rule, call)
     if rule.program is not None and _needs_program(rule, bound, call):
         return Decision(copy_back=True) if call.written is not None else Decision(program=rule.program)
@@ -66,6 +66,34 @@ def decide(rule: Rule, call: Call) -> Decision:
             return Decision(copy_back=True)
         choices[axis] = choice
     return _from_choices(rule, call, bound, choices)
+
+
+def _said(rule: Rule, call: Call) -> Proposal | tuple[Rule, Call]:
+    """What the rule's function proposes, or the sentence that holds for this call."""
+    found = rule.function(call) if rule.function is not None else None
+    if found is None or isinstance(found, Proposal):
+        return (rule, call) if found is None else found
+    return found, replace(call, slots=tuple(range(len(call.tensors))))
+
+
+def offers(rule: Rule, call: Call) -> list[Candidate]:
+    """Everything the sentence of a rule allows along one axis, whatever the tensors have; nothing where a function proposes."""
+    found = _said(rule, call)
+    if isinstance(found, Proposal) or not found[0].inputs:
+        return []
+    rule, call = found
+    bound = _bind(rule, call)
+    nothing = Candidate((None,) * len(call.tensors), (None,) * len(bound.outputs))
+    every = [names[i] for names in bound.inputs for i in range(len(names))]
+    return list(dict.fromkeys((nothing, *_passes(rule, bound, KINDS), *_cuts(rule, bound, every))))
+
+
+def along(rule: Rule, call: Call, choices: dict[str, Candidate]) -> Decision:
+    """The decision that takes a given candidate along each axis."""
+    found = _said(rule, call)
+    if isinstance(found, Proposal):
+        return _from_proposal(found, call)
+    return _from_choices(*found, _bind(*found), choices)
 
 
 def _from_proposal(proposal: Proposal, call: Call) -> Decision:
@@ -82,13 +110,14 @@ def _from_proposal(proposal: Proposal, call: Call) -> Decision:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A sentence with its letters bound: labels per tensor and per result, sizes per label, tensors linear together, labels
-    that cannot be cut, and which results are the same on every rank whatever is cut."""
+    """A sentence with its letters bound: labels per tensor and per result, sizes per label, tensors linear together, those that
+    pending values pass through, labels that cannot be cut, and which results are the same on every rank whatever is cut."""
 
     inputs: tuple[tuple[str | None, ...], ...]
     outputs: tuple[tuple[str | None, ...], ...]
     sizes: dict[str, int]
     linear: tuple[tuple[int, ...], ...]
+    passes: tuple[tuple[int, str], ...]
     whole: frozenset[str]
     same: tuple[bool, ...]
     floating: bool
@@ -128,7 +157,9 @@ def _bind(rule: Rule, call: Call) -> Bound:
         work *= hint(size)
     linear, uncut = tuple(_linear_sets(rule, call)), _whole(rule, call)
     same = tuple(rule.outputs[min(i, last)].same for i in range(len(outputs)))
-    return Bound(inputs, outputs, sizes, linear, uncut, same, call.tensors[0].dtype.is_floating_point, work)
+    words = rule.passes if isinstance(rule.passes, tuple) else (rule.passes,)
+    passes = tuple((i, word) for i, word in zip(call.slots, words, strict=False) if i is not None and word is not None)
+    return Bound(inputs, outputs, sizes, linear, passes, uncut, same, call.tensors[0].dtype.is_floating_point, work)
 
 
 def _whole(rule: Rule, call: Call) -> frozenset[str]:
@@ -196,8 +227,9 @@ def _choose(rule: Rule, call: Call, bound: Bound, axis: str) -> Candidate | None
     mesh = call.tensors[0].mesh
     ranks, link = mesh.shape[axis], links(mesh)[axis]
     best, least = None, float("inf")
-    cuts = _cuts(rule, bound, have, _labels(call, bound, have, ranks))
-    for candidate in (*_passes(rule, bound, have), *cuts, plain):  # the first of equals is taken
+    passes = _passes(rule, bound, (state for state in have if isinstance(state, str)))
+    cuts = _cuts(rule, bound, _labels(call, bound, have, ranks))
+    for candidate in (*passes, *cuts, plain):  # the first of equals is taken
         if call.written is not None and not _keeps(candidate, have, call.written):
             continue
         seconds = _price(candidate, call, bound, have, ranks, link)
@@ -225,12 +257,14 @@ def _labels(call: Call, bound: Bound, have: tuple[State, ...], ranks: int) -> It
             yield label
 
 
-def _cuts(rule: Rule, bound: Bound, have: tuple[State, ...], found: Iterable[str]) -> Iterable[Candidate]:
-    for label in dict.fromkeys(found):
+def _cuts(rule: Rule, bound: Bound, letters: Iterable[str | None]) -> Iterable[Candidate]:
+    for label in dict.fromkeys(letters):
+        if label is None or _is_whole(bound, label):
+            continue
         kept = [same or label in names for names, same in zip(bound.outputs, bound.same, strict=True)]
         if not all(kept) and rule.lost is None:
             continue
-        wants = tuple(_want(label, i, bound, all(kept)) for i in range(len(have)))
+        wants = tuple(_want(label, i, bound, all(kept)) for i in range(len(bound.inputs)))
         results = (names.index(label) if label in names else rule.lost for names in bound.outputs)
         yield Candidate(wants, _unless_same(bound, results), label)
 
@@ -242,27 +276,34 @@ def _want(label: str, tensor: int, bound: Bound, kept: bool) -> State:
     return "sum" if added else None
 
 
-def _passes(rule: Rule, bound: Bound, have: tuple[State, ...]) -> Iterable[Candidate]:
-    for kind in dict.fromkeys(state for state in have if isinstance(state, str)):
+def _passes(rule: Rule, bound: Bound, kinds: Iterable[str]) -> Iterable[Candidate]:
+    tensors = len(bound.inputs)
+    for kind in dict.fromkeys(kinds):
         if kind in ("sum", "avg"):
             for group in bound.linear:
-                wants = tuple(kind if i in group else None for i in range(len(have)))
+                wants = tuple(kind if i in group else None for i in range(tensors))
                 yield Candidate(wants, _unless_same(bound, repeat(kind)))
-        through = _through(rule.passes, kind, bound.floating)
-        if through is not None:
-            yield Candidate((kind, *(None,) * (len(have) - 1)), _unless_same(bound, repeat(through)))
+        for index, word in bound.passes:
+            through = _through(word, kind, bound.floating)
+            if through is not None:
+                wants = tuple(kind if i == index else None for i in range(tensors))
+                yield Candidate(wants, _unless_same(bound, repeat(through)))
+        if kind == rule.together:
+            yield Candidate((kind,) * tensors, _unless_same(bound, repeat(kind)))
 
 
 def _unless_same(bound: Bound, states: Iterable[State]) -> tuple[State, ...]:
     return tuple(None if same else state for same, state in zip(bound.same, states, strict=False))
 
 
-def _through(passes: str | None, kind: str, floating: bool) -> str | None:
-    if passes in ("all", kind):
+def _through(word: str, kind: str, floating: bool) -> str | None:
+    """What a pending kind becomes behind an operator that passes it by a word; None where it does not."""
+    way, _, only = word.partition(" ")
+    if way in ("all", kind):
         return kind
-    if kind not in SWAPPED or passes not in ("up", "down"):
+    if kind not in SWAPPED or way not in ("up", "down") or (only and not floating):
         return None
-    return kind if passes == "up" else SWAPPED[kind] if floating else None
+    return kind if way == "up" else SWAPPED[kind]
 
 
 def _price(candidate: Candidate, call: Call, bound: Bound, have: tuple[State, ...], ranks: int, link: Link) -> float:

@@ -24,7 +24,7 @@ from .memo import new_cache
 from .mesh import Mesh
 from .plan import plan
 from .redistribute import check_moves, run
-from .rules.notation import LocalCopy
+from .rules.notation import Call, LocalCopy
 from .rules.table import find
 from .signature import Signature, signature
 from .tools import Tools, maker, sever, wrap
@@ -56,6 +56,13 @@ def _operator(func: Any) -> Operator:
     if found is None:
         found = _operators[id(func)] = Operator(func)
     return found
+
+
+def forget() -> None:
+    """Forget what was found out of operators and decided for them: a row of the table was added or taken away."""
+    _operators.clear()
+    _known.clear()
+    signature.cache_clear()
 
 
 def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: C901, PLR0912  one frame
@@ -242,6 +249,13 @@ def _decide(func: Any, facts: Signature, given: Arguments) -> Decision:
         return Decision(program=choose(func, facts))
     call = bind(func, facts, given)
     return decide(row, call)
+
+
+def carry_out(cls: Any, func: Any, args: Any, kwargs: Any, choose_for: Callable[[Call], Decision]) -> Any:
+    """Run an operator as another than `decide` decides, and keep nothing of it."""
+    given = Arguments(cls, _operator(func), args, kwargs)
+    decision = choose_for(bind(func, signature(func), given))
+    return _run(cls, func, args, kwargs, Known(cls, decision, func, given.layouts[0].mesh, len(args)), given)
 
 
 def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: Arguments) -> Any:

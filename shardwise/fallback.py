@@ -1,6 +1,6 @@
 """What serves an operator that has no rule of its own: its functional form, its decomposition, or gathering its inputs.
 
-Each is a program on DTensors: `program(tools, func, *args, **kwargs)`. Gathering is written into the active logs.
+Each is a program on DTensors: `program(tools, func, *args, **kwargs)`. The last two are written into the active logs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._torch import composite, decompositions, overloads, schema
-from .comm import check, door, note_fallback
+from .comm import check, door, note_decomposed, note_fallback
 from .errors import OperatorError
 from .layout import make_layout
 from .placement import Replicate
@@ -52,7 +52,10 @@ def _decompose(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         out = decompositions[func](*args, **kwargs)
     except TypeError:  # some decompositions hand `x.layout` on as torch's layout, which a DTensor's is not
         out = NotImplemented
-    return gather(tools, func, *args, **kwargs) if out is NotImplemented else out
+    if out is NotImplemented:
+        return gather(tools, func, *args, **kwargs)
+    note_decomposed(signature(func).name)
+    return out
 
 
 def functional_form(func: Any) -> Any:

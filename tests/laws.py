@@ -1,7 +1,7 @@
 """The law of the house, as functions for tests: an operator on DTensors gives what it gives on one device.
 
 A `Sample` is a function of tensors and the tensors to call it with. `check(sample, mesh, placements)` distributes the tensors
-(Partial pieces get uneven, sign-alternating summands), calls the function on both and compares values, shapes and dtypes.
+(pending values are split as `shardwise.verify` splits them), calls the function on both and compares values, shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise import Bundle, DTensor, Mesh, Partial, Replicate, Shard
-from shardwise.layout import Layout, make_layout
+from shardwise import DTensor, Mesh, Partial, Replicate, Shard
+from shardwise.verify.spread import pieces_of
+from shardwise.verify.spread import spread as distributed
+
+__all__ = ["MESHES", "Sample", "check", "distributed", "equal", "every_placement", "pieces_of", "placements_of", "sample"]
 
 
 @dataclass(frozen=True)
@@ -41,40 +44,6 @@ def sample(function: Callable[..., Any], *inputs: Any, **words: Any) -> Sample:
     generator = torch.Generator().manual_seed(len(inputs))
     tensors = tuple(i if isinstance(i, Tensor) else torch.randn(i, generator=generator) for i in inputs)
     return Sample(function, tensors, **words)
-
-
-def pieces_of(tensor: Tensor, layout: Layout) -> Bundle:
-    """The bundle of a layout, made from index sets alone, with lopsided summands where a sum is pending."""
-    mesh = layout.mesh
-    pieces = []
-    for place in range(len(mesh.ranks)):
-        piece = tensor
-        for dim in range(tensor.ndim):
-            index = [i for start, stop in layout.runs(dim, place) for i in range(start, stop)]
-            piece = piece.index_select(dim, torch.tensor(index, dtype=torch.long))
-        point = dict(zip(mesh.axes, mesh.coordinates[place], strict=True))
-        for axis, kind in layout.partials:
-            piece = _pending(piece, kind, point[axis], mesh.shape[axis])
-        pieces.append(piece.clone())
-    return Bundle(pieces)
-
-
-def _pending(piece: Tensor, kind: str, index: int, ranks: int) -> Tensor:
-    last = index == ranks - 1
-    if kind in ("sum", "avg"):
-        exact = piece if kind == "sum" else piece * ranks
-        return exact + 2 * (ranks - 1) if last else torch.full_like(piece, -2)
-    if kind == "product":
-        return piece * 2 ** (ranks - 1) if last else torch.full_like(piece, 0.5)
-    if last:
-        return piece
-    return piece - 3 if kind == "max" else piece + 3
-
-
-def distributed(tensor: Tensor, mesh: Mesh, placements: Any) -> DTensor:
-    """A DTensor that does not depend on `redistribute`."""
-    layout = placements if isinstance(placements, Layout) else make_layout(tensor.shape, mesh, placements, tensor.dtype)
-    return DTensor.from_local(pieces_of(tensor, layout), mesh, layout, run_check=False)
 
 
 def every_placement(tensor: Tensor, mesh: Mesh, partial: bool = True) -> Iterator[tuple[Any, ...]]:

@@ -4,7 +4,7 @@ from ..layout import PerRank
 from .door import Door
 from .groups import Processes
 from .policy import check, communication
-from .record import Log, Record, note_fallback, trace_comm
+from .record import Log, Record, note_decomposed, note_fallback, trace_comm
 from .simulated import Bundle, Simulated
 from .worlds import door, init_mesh, simulate
 
@@ -20,6 +20,7 @@ __all__ = [
     "communication",
     "door",
     "init_mesh",
+    "note_decomposed",
     "note_fallback",
     "simulate",
     "trace_comm",

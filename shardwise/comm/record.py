@@ -42,6 +42,8 @@ class Log:
     records: list[Record] = field(default_factory=list)
     #: Operators that were served by gathering their inputs, for want of a rule; one entry for each call.
     fallbacks: list[str] = field(default_factory=list)
+    #: Operators that were served by torch's decomposition into others, for want of a rule; one entry for each call.
+    decomposed: list[str] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
@@ -63,6 +65,7 @@ class Log:
         lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
         lines.append(f"{len(rows)} collectives, {self.bytes:,} bytes")
         lines += [f"gathered for want of a rule: {name} (x{count})" for name, count in Counter(self.fallbacks).items()]
+        lines += [f"decomposed for want of a rule: {name} (x{count})" for name, count in Counter(self.decomposed).items()]
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -93,6 +96,18 @@ def note_fallback(operator: str) -> None:
     """
     for log in logs.get():
         log.fallbacks.append(operator)
+
+
+def note_decomposed(operator: str) -> None:
+    """Write into the active logs that an operator was served by torch's decomposition.
+
+    >>> with trace_comm() as log:
+    ...     note_decomposed("aten.trace")
+    >>> log.decomposed
+    ['aten.trace']
+    """
+    for log in logs.get():
+        log.decomposed.append(operator)
 
 
 #: Bytes that one rank of a group of `n` receives when each holds `size` bytes, by a good algorithm.

@@ -75,11 +75,15 @@ def _flattened(call: Call, columns: list[list[Layout]]) -> tuple[Layout, ...]:
     return tuple(wants)
 
 
+#: The single forms that also take a number.
+_SINGLE = {"maximum": "clamp_min", "minimum": "clamp_max"}
+
+
 def _one_by_one(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     """The operator on single tensors at each index."""
     name = schema(op).name.partition("_foreach_")[2]
     in_place = name.endswith("_")
-    single = getattr(aten, name.rstrip("_"))
+    single = getattr(aten, _SINGLE.get(name.rstrip("_"), name.rstrip("_")))
     count = max(len(arg) for arg in args if isinstance(arg, list | tuple))
     outs = []
     for i in range(count):

@@ -33,14 +33,22 @@ def _expanded(call: Call, wants: Sequence[Layout]) -> Any:
     return kernel
 
 
+def _whole_scales(call: Call, wants: Sequence[Layout]) -> Any:
+    """torch reads the scales of integers as integers, but not where there is nothing to add up."""
+    if call.results[0].dtype.is_floating_point or call.results[0].dtype.is_complex:
+        return None
+    op = call.op
+    return lambda *args, **scales: op(*args, **{name: int(scale) for name, scale in scales.items()})
+
+
 rule("mm", "m k, k n -> m n", linear=((0,), (1,)))
 rule("bmm", "b m k, b k n -> b m n", linear=((0,), (1,)))
 rule("mv", "m k, k -> m", linear=((0,), (1,)))
 rule("dot vdot", "k, k -> ", linear=((0,), (1,)))
 
 rule("addmm", "m n, m k, k n -> m n", linear=((0, 1), (0, 2)))
-rule("baddbmm", "b m n, b m k, b k n -> b m n", linear=((0, 1), (0, 2)))
-rule("addbmm", "m n, b m k, b k n -> m n", linear=((0, 1), (0, 2)))
+rule("baddbmm", "b m n, b m k, b k n -> b m n", linear=((0, 1), (0, 2)), kernel=_whole_scales)
+rule("addbmm", "m n, b m k, b k n -> m n", linear=((0, 1), (0, 2)), kernel=_whole_scales)
 rule("addmv", "m, m k, k -> m", linear=((0, 1), (0, 2)), kernel=_expanded)
 rule("addr", "m n, m, n -> m n", linear=((0, 1), (0, 2)))
 rule("_int_mm", "m k, k n -> m n")

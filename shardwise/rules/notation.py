@@ -50,8 +50,10 @@ class Rule:
     sentence     inputs and outputs as patterns, or None where `function` says it
     lost         what cutting a lost dim leaves pending; None: a lost dim cannot be cut
     linear       sets of tensor arguments in which the operator is jointly linear: all of a set may be pending a sum
-    passes       kinds of Partial that go through the first argument: "all", one kind, "up" (max and min), "down" (swapped, for
-                 floats: the negative of an integer may wrap around) or None
+    passes       kinds of Partial that go through the first argument, the others replicated: "all", one kind, "up" (max and min),
+                 "down" (swapped) or None; "up float": only of floats, since integers may wrap around. A tuple: one word for each
+                 tensor argument
+    together     a kind that passes where it is pending in all arguments
     whole        letters that cannot be cut ("[]": the named dims, "...": those of the ellipsis); "l?causal": where the
                  argument `causal` is true
     kernel       makes the local function where the operator itself will not do
@@ -62,6 +64,7 @@ class Rule:
                  tensors without data will not do
     copies       its result is a view on one device, but not here
     zipped       its lists go element by element, so they may be split and run apart
+    unoffered    why placements that would do are not offered: "max min: why", about those with a pending max or min; "cut: why"
     static/free  arguments that enter the key by value / by type only, against the default (see `keyed_by_value`)
     """
 
@@ -69,7 +72,8 @@ class Rule:
     outputs: tuple[Pattern, ...] = ()
     lost: str | None = "sum"
     linear: tuple[tuple[int, ...], ...] = ()
-    passes: str | None = None
+    passes: str | tuple[str | None, ...] | None = None
+    together: str | None = None
     whole: frozenset[str] = frozenset()
     kernel: KernelMaker | None = None
     program: Kernel | None = None
@@ -79,6 +83,7 @@ class Rule:
     zipped: bool = False
     static: frozenset[str] = frozenset()
     free: frozenset[str] = frozenset()
+    unoffered: str = ""
     text: str = ""
 
 

@@ -55,7 +55,7 @@ rule("erfc", "... -> ...", passes="down")
 
 # ── a pending sum passes ──────────────────────────────────────────────────────────────────────────────────────────────
 
-rule("neg", "... -> ...", linear=((0,),), passes="down")
+rule("neg", "... -> ...", linear=((0,),), passes="down float")
 rule("conj_physical", "... -> ...", linear=((0,),))
 rule("deg2rad rad2deg", "... -> ...", linear=((0,),), passes="up")
 # In both arguments together.
@@ -89,7 +89,7 @@ def _same(call: Call) -> Proposal:
 rule("alias detach lift_fresh", function=_same)
 # One that is only marked as a conjugate or a negative would be read as it lies in memory: below dispatch nobody asks.
 rule("_conj", "... -> ...", linear=((0,),), kernel=lambda *_: torch.conj_physical, copies=True)
-rule("_neg_view", "... -> ...", linear=((0,),), passes="down", kernel=lambda *_: torch.neg, copies=True)
+rule("_neg_view", "... -> ...", linear=((0,),), passes="down float", kernel=lambda *_: torch.neg, copies=True)
 rule("alias_copy clone detach_copy lift lift_fresh_copy zero", "... -> ...", passes="all")
 
 

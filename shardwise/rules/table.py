@@ -18,7 +18,7 @@ TABLE: dict[str, Rule] = {}
 
 
 def rule(names: str, text: str | None = None, **words: Any) -> None:
-    """Add one row for each of the space-separated names; bare names mean `aten.`.
+    """Add one row for each of the space-separated names; bare names mean `aten.`, others are written as `library::operator`.
 
     >>> rule("aten.example", "m k, k n -> m n", linear=((0,), (1,)))
     >>> TABLE.pop("aten.example").text
@@ -29,8 +29,8 @@ def rule(names: str, text: str | None = None, **words: Any) -> None:
         words[word] = _set(words.get(word, ()))
     row = Rule(inputs, outputs, text=text or "", **words)
     for name in names.split():
-        full = name if "." in name and name.split(".")[0] in ("aten", "prims", "shardwise") else f"aten.{name}"
-        TABLE[full] = row
+        known = "::" in name or name.partition(".")[0] in ("aten", "prims", "shardwise")
+        TABLE[name.replace("::", ".") if known else f"aten.{name}"] = row
 
 
 def _set(value: str | Iterable[str]) -> frozenset[str]:
@@ -39,12 +39,19 @@ def _set(value: str | Iterable[str]) -> frozenset[str]:
 
 def find(op: Any) -> Rule | None:
     """The row of an operator overload: its own, its packet's, or that of the operator it is the in-place form of."""
+    return next((TABLE[name] for name in names_of(op) if name in TABLE), None)
+
+
+def names_of(op: Any) -> list[str]:
+    """The names that the row of an overload may have, from its own to that of what it is the in-place form of.
+
+    >>> import torch
+    >>> names_of(torch.ops.aten.add_.Tensor)
+    ['aten.add_.Tensor', 'aten.add_', 'aten.add.Tensor', 'aten.add']
+    """
     namespace, name, overload = _parts(op)
-    for base in (name, name[:-1] if name.endswith("_") and not name.endswith("__") else name):
-        for key in (f"{namespace}.{base}.{overload}", f"{namespace}.{base}"):
-            if key in TABLE:
-                return TABLE[key]
-    return None
+    bases = (name, name[:-1]) if name.endswith("_") and not name.endswith("__") else (name,)
+    return [key for base in bases for key in (f"{namespace}.{base}.{overload}", f"{namespace}.{base}")]
 
 
 _fingerprints: dict[int, str] = {}

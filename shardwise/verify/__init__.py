@@ -1,0 +1,1 @@
+"""Proof that operators and rules mean what they mean on one device: `python -m shardwise verify`."""

@@ -1,0 +1,128 @@
+"""`rule`: a rule for a user's own operator, proven on the samples the user gives before it is taken into the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..dispatch import forget
+from ..errors import OperatorError
+from ..rules.table import TABLE, find
+from ..rules.table import rule as add_row
+from ..signature import signature
+from .calls import Sample
+from .sound import Counterexample, check
+
+
+def rule(op: Any, sentence: str, *, samples: Sequence[tuple[Any, ...]], **words: Any) -> None:
+    """Say how an operator of your own may be cut, as in `"m k, k n -> m n"`; `samples` are arguments to prove it with.
+
+    `words` are those of `shardwise.rules.notation.Rule`: `linear`, `lost`, `passes`, `whole`, `kernel` and so on. All that the
+    rule allows is tried on the samples, and it is refused, with a counterexample, where one device gives something else.
+
+    >>> import shardwise as sw
+    >>> @torch.library.custom_op("example::twice", mutates_args=())
+    ... def twice(x: torch.Tensor) -> torch.Tensor:
+    ...     return x * 2
+    >>> _ = twice.register_fake(torch.empty_like)
+    >>> sw.rule("example::twice", "... -> ...", samples=[(torch.randn(4, 3),)], linear=((0,),))
+    >>> x = sw.ones(4, 3, mesh=sw.init_mesh(tp=2), placements=[sw.Shard(0)])
+    >>> twice(x)
+    DTensor(f32[4@tp, 3], mesh=(tp=2))
+    """
+    overload = _overload(op)
+    facts = signature(overload)
+    _check_operator(facts, overload, samples)
+    name = f"{facts.name}.{overload._overloadname}"
+    before = TABLE.get(name)
+    add_row(f"{overload._schema.name}.{overload._overloadname}", sentence, **words)
+    forget()
+    try:
+        _prove(facts.name, sentence, overload, samples)
+    except BaseException:
+        TABLE.pop(name)
+        if before is not None:
+            TABLE[name] = before
+        raise
+    finally:
+        forget()
+
+
+def _overload(op: Any) -> Any:
+    """The operator overload that is meant by a name, an overload, a packet or what `torch.library.custom_op` gives."""
+    if isinstance(op, str):
+        namespace, _, rest = op.partition("::")
+        name, _, overload = rest.partition(".")
+        packet = getattr(getattr(torch.ops, namespace), name, None) if name else None
+        if packet is None:
+            raise OperatorError(f"sw.rule({op!r}): no such operator; name one as 'library::operator', after it is defined")
+        return getattr(packet, overload or "default")
+    op = getattr(op, "_opoverload", op)  # what custom_op gives
+    return op if hasattr(op, "_schema") else op.default
+
+
+def _check_operator(facts: Any, overload: Any, samples: Sequence[Any]) -> None:
+    if facts.name.partition(".")[0] in ("aten", "prims", "shardwise"):
+        raise OperatorError(f"sw.rule is for operators of your own; {facts.name} is served by Shardwise")
+    if facts.written:
+        raise OperatorError(
+            f"{facts.name} writes to {', '.join(facts.written)}: a rule speaks of results; give the operator a form that "
+            "returns new tensors"
+        )
+    if not samples:
+        raise OperatorError(
+            f"sw.rule({facts.name!r}) needs samples=[(x, ...), ...]: the rule is proven on them before it is used. Give small "
+            "tensors with different sizes, all above 1, and one sample for each way the other arguments change the result"
+        )
+    for sample in samples:
+        if not isinstance(sample, tuple):
+            raise OperatorError(f"a sample of {facts.name} is a tuple of its arguments, got a {type(sample).__name__}")
+
+
+def _prove(name: str, sentence: str, overload: Any, samples: Sequence[tuple[Any, ...]]) -> None:
+    row = find(overload)
+    assert row is not None  # it was added just before
+    for arguments in samples:
+        try:
+            _, found = check(Sample(overload, arguments, {}), row)
+        except NotImplementedError as error:
+            raise OperatorError(
+                f"{name} cannot be run on tensors without data, which tells the shapes of its results: register that with "
+                f"torch.library.register_fake ({error})"
+            ) from error
+        if found:
+            raise OperatorError(_refusal(name, sentence, found[0]))
+
+
+def _refusal(name: str, sentence: str, found: Counterexample) -> str:
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in found.trial.sample.tensors)
+    placed = ", ".join(str(list(placement)) for placement in found.trial.placements)
+    return (
+        f"the rule {sentence!r} of {name} is refused: on tensors {shapes} with placements {placed} on {found.trial.mesh}, "
+        f"{_meaning(found)}, it {found.text}, which one device gives. {_remedy(found)}"
+    )
+
+
+def _meaning(found: Counterexample) -> str:
+    choice = next((c for c in found.trial.choices or () if any(s is not None for s in c.wants)), None)
+    if choice is None:
+        return "with the moves that it needs"
+    if choice.label is None:
+        return f"where a pending {next(s for s in choice.wants if isinstance(s, str))} is said to pass"
+    left = next((state for state in choice.results if isinstance(state, str)), None)
+    return f"where {choice.label!r} is cut" + (f" and the result is said to be pending a {left}" if left else "")
+
+
+def _remedy(found: Counterexample) -> str:
+    choice = next((c for c in found.trial.choices or () if any(s is not None for s in c.wants)), None)
+    if choice is None:
+        return (
+            "Check the sentence: one pattern for each tensor argument and each result, in the order of the operator's schema."
+        )
+    if choice.label is None:
+        return "Leave these arguments out of linear= (the operator is not additive in them), or the kind out of passes=."
+    if any(isinstance(state, str) for state in choice.results):
+        return f"Say what cutting {choice.label!r} leaves, as lost='max', or that it cannot be cut: whole={choice.label!r}."
+    return f"If {choice.label!r} cannot be cut, say whole={choice.label!r}; if pieces need another function, give kernel=."

@@ -1,0 +1,178 @@
+"""Distributes a tensor from index sets alone, without `redistribute`, and with pending values that are hard to get right.
+
+Summands have alternating signs and uneven magnitudes, other ones from element to element, and add up exactly; where a max or a
+product is pending, every element has its own rank that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import Bundle
+from ..comm.wire import combine
+from ..layout import Layout, make_layout
+from ..mesh import Mesh
+from ..tensor import DTensor
+
+
+def spread(tensor: Tensor, mesh: Mesh, placements: Any, turn: int = 0) -> DTensor:
+    """A DTensor of a plain tensor; another `turn` splits pending values otherwise.
+
+    >>> from ..comm import init_mesh
+    >>> from ..placement import Partial
+    >>> spread(torch.tensor([3.0, 5.0]), init_mesh(a=2), [Partial()]).to_local().pieces
+    (tensor([ 6., -5.]), tensor([-3., 10.]))
+    """
+    layout = placements if isinstance(placements, Layout) else make_layout(tensor.shape, mesh, placements, tensor.dtype)
+    return DTensor.from_local(pieces_of(tensor, layout, turn), mesh, layout, run_check=False)
+
+
+def pieces_of(tensor: Tensor, layout: Layout, turn: int = 0) -> Bundle:
+    """What each rank holds of a tensor in a layout."""
+    mesh, pieces = layout.mesh, []
+    for place in range(len(mesh.ranks)):
+        piece = tensor
+        for dim in range(tensor.ndim):
+            index = [i for start, stop in layout.runs(dim, place) for i in range(start, stop)]
+            if len(index) != tensor.shape[dim]:
+                piece = piece.index_select(dim, torch.tensor(index, dtype=torch.long))
+        point = dict(zip(mesh.axes, mesh.coordinates[place], strict=True))
+        for number, (axis, kind) in enumerate(layout.partials):
+            piece = split(piece, kind, mesh.shape[axis], turn + number)[point[axis]]
+        pieces.append(torch.empty_like(piece, memory_format=torch.preserve_format).copy_(piece))
+    return Bundle(pieces)
+
+
+def assembled(x: DTensor) -> list[Tensor]:
+    """The whole value, as each set of ranks that hold a copy of it has it; from index sets alone, as `pieces_of`.
+
+    >>> from ..comm import init_mesh
+    >>> from ..placement import Shard
+    >>> assembled(spread(torch.arange(3), init_mesh(a=2, b=2), {"a": Shard(0)}))
+    [tensor([0, 1, 2]), tensor([0, 1, 2])]
+    """
+    layout, mesh, pieces = x._layout, x._layout.mesh, x._local.pieces  # type: ignore[attr-defined]
+    kinds = dict(layout.partials)
+    copies = [axis for axis in mesh.axes if axis not in layout.states]
+    wholes: dict[Any, dict[Any, Tensor]] = {}
+    for place, piece in enumerate(pieces):
+        point = dict(zip(mesh.axes, mesh.coordinates[place], strict=True))
+        summands = wholes.setdefault(tuple(point[axis] for axis in copies), {})
+        pending = tuple(point[axis] for axis in kinds)
+        if pending not in summands:
+            summands[pending] = torch.empty(layout.shape, dtype=piece.dtype)
+        _put(summands[pending], piece, layout, place)
+    return [_combined(summands, list(kinds.values())) for summands in wholes.values()]
+
+
+def _put(whole: Tensor, piece: Tensor, layout: Layout, place: int) -> None:
+    index: list[Any] = []
+    for dim in range(piece.ndim):
+        held = [i for start, stop in layout.runs(dim, place) for i in range(start, stop)]
+        index.append(torch.tensor(held, dtype=torch.long).view([-1 if d == dim else 1 for d in range(piece.ndim)]))
+    whole[tuple(index)] = piece if piece.ndim else piece.view(())
+
+
+def _combined(summands: dict[Any, Tensor], kinds: list[str]) -> Tensor:
+    """The summands reduced over one axis after the other."""
+    for kind in reversed(kinds):
+        groups: dict[Any, list[Tensor]] = {}
+        for pending, value in sorted(summands.items(), key=lambda item: item[0]):
+            groups.setdefault(pending[:-1], []).append(value)
+        summands = {pending: reduced(values, kind) for pending, values in groups.items()}
+    return summands[()]
+
+
+def reduced(values: Sequence[Tensor], kind: str) -> Tensor:
+    """What values of some ranks are together."""
+    return combine(values, "sum") / len(values) if kind == "avg" else combine(values, kind)
+
+
+def split(x: Tensor, kind: str, ranks: int, turn: int = 0) -> list[Tensor]:
+    """What each of some ranks holds of a value that is pending.
+
+    >>> split(torch.tensor([1.0, 2.0]), "max", 2)
+    [tensor([ 1., -1.]), tensor([-1.,  2.])]
+    """
+    if ranks == 1:
+        return [x.clone()]
+    owner = torch.randint(ranks, x.shape, generator=torch.Generator().manual_seed(turn))
+    second = (owner + 1) % ranks
+    return [_SPLITS[kind](x, owner == rank, second == rank, ranks) for rank in range(ranks)]
+
+
+def _sum(x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
+    if x.dtype is torch.bool:
+        return x & first
+    if not (x.is_floating_point() or x.is_complex()):
+        return torch.where(first, x - 7, 0) + torch.where(second, 7, 0).to(x.dtype)
+    calm = x.isfinite() & (x.abs() < torch.finfo(x.dtype).max / 4)
+    other = torch.where(x == 0, torch.ones_like(x), x)
+    mine = torch.where(first, torch.where(x == 0, other, 2 * x), torch.where(second, -other, torch.zeros_like(x)))
+    return torch.where(calm, mine, torch.where(first, x, torch.zeros_like(x)))
+
+
+def _avg(x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
+    return _sum(x * ranks, first, second, ranks)
+
+
+def _extreme(sign: int, x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
+    if x.dtype is torch.bool:
+        held = first | (second & (torch.arange(x.numel()).reshape(x.shape) % 2 == 0))  # some by several ranks
+        return x & held if sign < 0 else x | ~held
+    away = x + sign * (1 + x.abs())
+    away = torch.where(second, away, away + sign)
+    calm = x.isfinite() if x.is_floating_point() else torch.ones_like(x, dtype=torch.bool)
+    return torch.where(first | ~calm, x, away)
+
+
+def _product(x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
+    if x.dtype is torch.bool:
+        return x | ~first
+    big, small = (-2, -0.5) if x.is_floating_point() or x.is_complex() else (-1, -1)
+    one = torch.ones_like(x)
+    return torch.where(first, x * big, torch.where(second, one * small, one))
+
+
+_SPLITS: dict[str, Any] = {
+    "sum": _sum,
+    "avg": _avg,
+    "max": lambda *given: _extreme(-1, *given),
+    "min": lambda *given: _extreme(1, *given),
+    "product": _product,
+}
+
+
+def flat(value: Any) -> list[Any]:
+    """The leaves of lists, tuples and dictionaries, in order.
+
+    >>> flat((1, [2, {"a": 3}]))
+    [1, 2, 3]
+    """
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in flat(item)]
+    return [value]
+
+
+def filled(value: Any, leaves: Sequence[Any]) -> Any:
+    """The same lists, tuples and dictionaries with other leaves.
+
+    >>> filled((1, [2, {"a": 3}]), [4, 5, 6])
+    (4, [5, {'a': 6}])
+    """
+    return _filled(value, iter(leaves))
+
+
+def _filled(value: Any, leaves: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _filled(item, leaves) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_filled(item, leaves) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return next(leaves)
