@@ -239,11 +239,14 @@ rule("masked_scatter_backward", program=_masked_scatter_backward)
 # ── masks among indices ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _numbers(indices: Sequence[Any]) -> list[Any]:
+def _numbers(x: Any, indices: Sequence[Any]) -> list[Any]:
     """The indices with masks replaced by the numbers of their true elements."""
     found: list[Any] = []
     for index in indices:
         if index is not None and index.dtype in MASKS:
+            masked = x.shape[len(found) : len(found) + index.ndim]
+            if index.shape != masked:
+                raise IndexError(f"a mask of shape {list(index.shape)} does not fit dims {list(masked)} of {list(x.shape)}")
             found += aten.nonzero(index).unbind(1)
         else:
             found.append(index)
@@ -251,13 +254,13 @@ def _numbers(indices: Sequence[Any]) -> list[Any]:
 
 
 def _leads(x: Any, indices: Sequence[Any]) -> bool:
-    """Whether the first index is a mask, and the only one; one that does not fit is told of by the operator itself."""
+    """Whether the first index is a mask, and the only one, and fits."""
     mask = indices[0]
     return mask is not None and not any(i is not None for i in indices[1:]) and mask.shape == x.shape[: mask.ndim]
 
 
 def _by_mask(tools: Any, op: Any, x: Any, indices: Sequence[Any]) -> Any:
-    return _select(tools, op, x, indices) if _leads(x, indices) else op(x, _numbers(indices))
+    return _select(tools, op, x, indices) if _leads(x, indices) else op(x, _numbers(x, indices))
 
 
 def _put_by_mask(
@@ -265,7 +268,7 @@ def _put_by_mask(
 ) -> Any:
     """One value for all elements of one mask is a `masked_fill`, which needs no number of elements."""
     if not _leads(x, indices):
-        return op(x, _numbers(indices), values, accumulate, *unsafe)
+        return op(x, _numbers(x, indices), values, accumulate, *unsafe)
     mask, in_place = indices[0], op._schema.is_mutable
     if values.numel() == 1 and not accumulate:
         mask = mask.to(torch.bool)[(..., *[None] * (x.ndim - mask.ndim))]

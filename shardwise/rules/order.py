@@ -117,11 +117,15 @@ def _bincount(tools: Any, op: Any, x: Any, weights: Any = None, minlength: int =
             "bincount in a compiled function: the length of its result depends on data; call it outside of compiled functions, "
             "or add ones to a tensor of fixed length with index_add or scatter_add"
         )
-    layout = tools.layout(x).reduced() if x.numel() else tools.layout(x).replicated()
+    mesh = tools.mesh(x, weights)
+    x, weights = (t if t is None or tools.is_distributed(t) else tools.replicated(t, mesh) for t in (x, weights))
+    if minlength < 0 or not x.numel() or (weights is not None and weights.shape != x.shape):  # whole: it raises what it raises
+        x, weights = (None if t is None else tools.replicated(t, mesh) for t in (x, weights))
+    layout = tools.layout(x).reduced()
     x = tools.move(x, layout)
     if weights is not None:
-        goal = Layout.of(layout.mesh, layout.dims, (), weights.dtype)
-        weights = tools.move(tools.replicated(weights, layout.mesh) if not tools.is_distributed(weights) else weights, goal)
+        own = tools.layout(weights)
+        weights = tools.move(weights, own.replace(dims=layout.dims, partials=()) if layout.states else own.replicated())
     if layout.states:
         low, high = _range(tools, x)
         if low < 0:

@@ -54,6 +54,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         RuntimeError,
         "the mask selects 3 elements, but source has only 2",
     ),
+    "a mask that is too short": (
+        lambda: LINE[torch.ones(63, dtype=torch.bool)],
+        IndexError,
+        r"a mask of shape \[63\] does not fit dims \[64\] of \[64\]",
+    ),
+    "weights of another length": (
+        lambda: torch.bincount(NUMBERS, torch.ones(4)),
+        RuntimeError,
+        "same length as input",
+    ),
     "a mask in a compiled function": (
         lambda: sw.capture(lambda x: x[x > 3])(LINE),
         Exception,
