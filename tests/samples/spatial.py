@@ -99,7 +99,6 @@ def _cudnn_backward(x: Tensor, grid: Tensor, grad: Tensor) -> Any:
 SAMPLES: dict[str, list[Sample]] = {
     "aten.convolution": [
         _conv(LINE, (3, 5, 4), (2, 5, 3), (2,)),
-        _conv(PLANE, (3, 2, 3, 4), (3, 2, 2, 2)),
         _conv(BACK, (2, 3, 4), (3, 2, 3), (2,)),
         _conv(DEPTH, (2, 3, 4), (3, 1, 2), (3,)),
         _conv(SIDES, (2, 8, 3), (8, 2, 2)),
@@ -112,7 +111,6 @@ SAMPLES: dict[str, list[Sample]] = {
         _conv_backward(BACK, [True, False, False], (2, 3, 4), (3, 2, 3)),
         _conv_backward(DEPTH, [True, True, True], (2, 3, 4), (3, 1, 2)),
         _conv_backward(SIDES, [True, True, False], (2, 8, 3), (8, 2, 2)),
-        _conv_backward(UNEQUAL, [True, True, False], (2, 4, 3), (4, 3, 2)),
     ],
     "aten.conv_tbc": [sample(lambda x, w, b: aten.conv_tbc(x, w, b, 1), (4, 3, 2), (3, 2, 3), (3,), atol=1e-4)],
     **_interpolation("upsample_nearest1d", 1),
