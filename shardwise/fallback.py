@@ -178,7 +178,7 @@ def on_plain(tools: Any, func: Any, args: Any, kwargs: Any) -> Any:
     def plain(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return [plain(item) for item in value]
-        return tools.plain(value) if tools.is_distributed(value) else value
+        return tools.plain(value, signature(func).name) if tools.is_distributed(value) else value
 
     outs = func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
     if None not in signature(func).returns:
