@@ -85,9 +85,16 @@ def _like_input(arguments: dict[str, Any]) -> list[tuple[Sequence[int], torch.dt
     return [(x.shape, x.dtype)]
 
 
+def _one_row(call: Call) -> Proposal | None:
+    """A single row may have a target of one element, which cannot be cut as rows are."""
+    x = call["self"]
+    return Proposal(tuple(t.replicated() for t in call.tensors), (x.replicated(),)) if x.ndim == 1 else None
+
+
 _by_row = partial(_mean_backward, count=lambda wants: math.prod(wants[1].shape[:-1]))
-rule("multi_margin_loss_backward", "n, n c, n, c -> n c", linear=((0,),), whole="c", kernel=_by_row, gives=_like_input)
-rule("multilabel_margin_loss_backward", "n, n c, n c, n c -> n c", linear=((0,),), whole="c", kernel=_by_row, gives=_like_input)
+_words: dict[str, Any] = {"linear": ((0,),), "whole": "c", "kernel": _by_row, "function": _one_row, "gives": _like_input}
+rule("multi_margin_loss_backward", "n, n c, n, c -> n c", **_words)
+rule("multilabel_margin_loss_backward", "n, n c, n c, n c -> n c", **_words)
 
 # ── by class ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 

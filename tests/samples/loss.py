@@ -97,6 +97,7 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten.multi_margin_loss_backward": [
         sample(partial(margin_gradient, MEAN), (), (5, 3), classes, weights[:3]),
         sample(partial(margin_gradient, NONE), (5,), (5, 3), classes, weights[:3]),
+        sample(partial(margin_gradient, MEAN), (), (3,), classes[:1], weights[:3]),
     ],
     "aten.multilabel_margin_loss_backward": [
         sample(partial(label_gradient, MEAN), (), (5, 3), labels),
