@@ -6,12 +6,15 @@ length of its pivots or scales, `r k` for those of a right side.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .notation import Call, Proposal, Rule, parse
+from ..layout import Layout, contiguous_stride
+from .notation import Call, Kernel, KernelMaker, Proposal, Rule, parse
 from .table import rule
 
 aten = torch.ops.aten
@@ -24,6 +27,18 @@ MATRICES = "m n p r"
 def _raised_alike(call: Call) -> Proposal | None:
     """Where the operator itself refuses a matrix, every rank has to see all matrices to refuse it too."""
     return Proposal((), (), program=_on_all) if call.arguments.get("check_errors") and call.tensors[0].states else None
+
+
+def _as_shown(call: Call, wants: Sequence[Layout]) -> Kernel:
+    """The operator on a matrix that lies by rows just where the DTensor's does: gradients ask that what was factored, the
+    matrix or, if it lies by rows, its transpose."""
+    shape, op = wants[0].shape, call.op
+    by_rows = all(n == 1 or a == b for n, a, b in zip(shape, wants[0].stride, contiguous_stride(shape), strict=True))
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return op(x.contiguous() if by_rows else x.mT.contiguous().mT, *args, **kwargs)
+
+    return run
 
 
 def _on_all(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,8 +55,8 @@ _of_matrix("_linalg_svd", "... m n -> ... m r, ... p, ... r n")
 _of_matrix("_linalg_eigh", "... m n -> ... p, ... m n")
 _of_matrix("linalg_eig", "... m n -> ... p, ... m n")
 _of_matrix("linalg_eigvals", "... m n -> ... p")
-_of_matrix("_linalg_det", "... m n -> ..., ... m n, ... p")
-_of_matrix("_linalg_slogdet", "... m n -> ..., ..., ... m n, ... p")
+_of_matrix("_linalg_det", "... m n -> ..., ... m n, ... p", kernel=_as_shown)
+_of_matrix("_linalg_slogdet", "... m n -> ..., ..., ... m n, ... p", kernel=_as_shown)
 _of_matrix("linalg_pinv.atol_rtol_tensor", "... m n, ..., ... -> ... n m")
 _of_matrix("lu_unpack", "... m n, ... p -> ... m r, ... r k, ... k n")
 _of_matrix("linalg_householder_product", "... m n, ... p -> ... m n")
@@ -59,21 +74,22 @@ rule("_linalg_check_errors", program=_check)
 # ── right sides, which a solver takes column by column ────────────────────────────────────────────────────────────────
 
 
-def _sides(text: str, linear: int, call: Call) -> Rule | Proposal | None:
+def _sides(text: str, linear: int, call: Call, kernel: KernelMaker | None = None) -> Rule | Proposal | None:
     """A right side on the left side is solved row by row."""
     raised = _raised_alike(call)
     if raised is not None:
         return raised
     free = "k" if call.arguments.get("left", True) else "r"
     inputs, outputs = parse(text)
-    return Rule(inputs, outputs, lost=None, linear=((linear,),), whole=frozenset({*MATRICES.split(), "k"} - {free}))
+    uncut = frozenset({*MATRICES.split(), "k"} - {free})
+    return Rule(inputs, outputs, lost=None, linear=((linear,),), whole=uncut, kernel=kernel)
 
 
 def _solve(call: Call) -> Rule | Proposal | None:
     matrix, right = call.tensors
     if right.ndim == 1 or (right.ndim == matrix.ndim - 1 and right.shape == matrix.shape[:-1]):  # vectors, not matrices
-        return _sides("... m n, ... r -> ... r, ... m n, ... p, ...", 1, call)
-    return _sides("... m n, ... r k -> ... r k, ... m n, ... p, ...", 1, call)
+        return _sides("... m n, ... r -> ... r, ... m n, ... p, ...", 1, call, _as_shown)
+    return _sides("... m n, ... r k -> ... r k, ... m n, ... p, ...", 1, call, _as_shown)
 
 
 rule("_linalg_solve_ex", function=_solve)

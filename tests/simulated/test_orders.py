@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise import DTensor, Shard
+from shardwise import DTensor, Replicate, Shard
+from tests.laws import MESHES, distributed
 
 MESH = sw.init_mesh(a=2, b=2)
 X = sw.distribute_tensor(torch.arange(192.0).view(8, 6, 4).sin(), MESH, {"a": Shard(0), "b": Shard(1)})
@@ -87,3 +88,20 @@ def test_refused(name: str) -> None:
     call, kind, text = REFUSED[name]
     with pytest.raises(kind, match=text):
         call()
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("name", ["det", "logdet", "inverse", "solve"])
+def test_gradients_of_matrices_however_they_lie(name: str, by_rows: bool) -> None:
+    """Gradients of determinants and solutions ask how a matrix lies, to know of what they were given the factors."""
+    function = (lambda x: torch.linalg.solve(x, torch.ones_like(x))) if name == "solve" else getattr(torch, name)
+    for shape in ((3, 3), (1, 3, 3), (5, 3, 3)):
+        matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1)) + 4 * torch.eye(3)
+        for placement in (Replicate(), Shard(0), Shard(len(shape) - 1)):
+            dense, spread = matrix.clone(), distributed(matrix, MESHES["2"], [Replicate()])
+            if not by_rows:
+                dense, spread = dense.mT, spread.mT
+            dense = dense.detach().requires_grad_()
+            spread = spread.redistribute(placements=[placement]).detach().requires_grad_()
+            (want,), (got,) = (torch.autograd.grad(function(x).sum(), x) for x in (dense, spread))
+            torch.testing.assert_close(got.full_tensor(), want, msg=lambda m, s=shape, p=placement: f"{s}, {p}: {m}")
