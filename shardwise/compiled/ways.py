@@ -17,7 +17,8 @@ from ..factories import Want, made_tensor
 from ..layout import as_read
 from ..mesh import Mesh
 from ..placement import Replicate, Shard
-from ..tensor import assumed_layout, distribute, of_pieces
+from ..targets import assumed_layout
+from ..tensor import distribute, of_pieces
 
 #: What a traced function of the user's may hold beside torch's own operators.
 WAYS = ("from_local", "distribute", "new")
