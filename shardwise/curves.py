@@ -3,8 +3,8 @@
 A probability is given as an odd multiple of 1024, in units of 2^-63. Those of one octave (from a power of two to the next) fall
 into 8 segments, on each of which a polynomial stands for the curve: segments get finer towards zero as the curve gets steeper.
 Both curves fall ever faster towards zero: seen from the upper end of a segment all coefficients are positive, and 32 bits hold
-each of them and every sum. Results are off by less than 2^-23, normal ones by less than 2^-25; nothing here rounds, so no device
-can round otherwise.
+each of them and every sum. Results are off by less than 2^-23, normal ones by less than 2^-25; nothing is rounded on the way,
+so no device can do that otherwise.
 
 >>> half = torch.tensor([2**62 + 1024])
 >>> f"{int(evaluate(EXPONENTIAL, half)) / 2**EXPONENTIAL.digits:.6f}"  # minus its logarithm

@@ -137,7 +137,9 @@ def _kernel(  # noqa: PLR0913  a kernel takes numbers one by one
     if DROPS:
         given = tl.load(x + before + lane, here).to(tl.float32)
         tl.store(dropped + before + lane, (given * value.to(tl.float32) * scale).to(dropped.dtype.element_ty), here)
-    tl.store(out + before + lane, value.to(out.dtype.element_ty), here)
+    if out.dtype.element_ty != tl.int1:
+        value = value.to(tl.float32).to(out.dtype.element_ty)
+    tl.store(out + before + lane, value, here)
 
 
 def fill(out: Tensor, made: Recipe, box: Spans, key: tuple[int, int]) -> bool:

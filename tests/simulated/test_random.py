@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard
-from shardwise.random import MOST, State, get_rng_state, next_key, set_rng_state
+from shardwise.random import MOST, State, get_rng_state, next_key, set_rng_state, spans
 from tests.laws import distributed, equal
 
-MESHES = [sw.init_mesh(a=1), sw.init_mesh(a=2), sw.init_mesh(a=3), sw.init_mesh(a=2, b=2)]
+MESHES = [sw.init_mesh(a=1), sw.init_mesh(a=2), sw.init_mesh(a=4), sw.init_mesh(a=2, b=2)]
 DRAWS: dict[str, Callable[[DTensor], DTensor]] = {
     "rand_like": torch.rand_like,
     "randn_like": torch.randn_like,
@@ -30,11 +31,27 @@ DRAWS: dict[str, Callable[[DTensor], DTensor]] = {
     "normal of both": lambda x: torch.normal(x, x.square()),
     "dropout": lambda x: F.dropout(x, 0.5),
     "multinomial": lambda x: torch.multinomial(x.sigmoid(), 2),
+    "multinomial with replacement": lambda x: torch.multinomial(x.sigmoid(), 9, replacement=True),
+    "cauchy_": lambda x: x.clone().cauchy_(),
+    "log_normal_": lambda x: x.clone().log_normal_(),
+    "geometric_": lambda x: x.clone().geometric_(0.3),
+    "in halves": lambda x: torch.randn_like(x, dtype=torch.bfloat16),
+    "in doubles": lambda x: torch.randn_like(x, dtype=torch.float64),
+    "complex": lambda x: torch.randn_like(x, dtype=torch.complex64),
+    "transposed": lambda x: x.clone().t().normal_(),
+    "flattened": lambda x: torch.randn_like(x.flatten()).view(5, 7),
     "poisson": lambda x: torch.poisson(torch.full_like(x, 4)),
     "rrelu": lambda x: F.rrelu(x, training=True),
     "trunc_normal_": lambda x: torch.nn.init.trunc_normal_(x.clone()),
     "kaiming_uniform_": lambda x: torch.nn.init.kaiming_uniform_(x.clone()),
+    "kaiming_normal_": lambda x: torch.nn.init.kaiming_normal_(x.clone()),
+    "xavier_uniform_": lambda x: torch.nn.init.xavier_uniform_(x.clone()),
+    "orthogonal_": lambda x: torch.nn.init.orthogonal_(x.clone()),
+    "sparse_": lambda x: torch.nn.init.sparse_(x.clone(), 0.4),
 }
+
+
+UNEVEN = {1: (7,), 2: (1, 6), 4: (3, 0, 4, 0)}
 
 
 def start() -> Tensor:
@@ -42,18 +59,27 @@ def start() -> Tensor:
 
 
 def layouts(mesh: Mesh) -> list[Any]:
-    return [[p] * mesh.ndim for p in (Replicate(), Shard(0), Shard(1), Partial())]
+    several = [[p] * mesh.ndim for p in (Replicate(), Shard(0), Shard(1), Partial())]
+    return [*several, [Shard(0), Shard(1)]] if mesh.ndim == 2 else [*several, [Shard(1, UNEVEN[mesh.size])]]
+
+
+def same(got: DTensor, want: Tensor, about: str) -> None:
+    """Bit by bit, on every rank."""
+    equal(got, want, about)
+    whole = got.detach().redistribute(placements=got.layout.replicated()).to_local()
+    assert all(torch.equal(piece, want) for piece in whole.pieces), about
 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_numbers_do_not_depend_on_the_layout(name: str) -> None:
     torch.manual_seed(5)
     want = DRAWS[name](distributed(start(), MESHES[0], [Replicate()])).full_tensor()
-    assert len(want.unique()) > 1
+    assert len(torch.view_as_real(want).unique() if want.is_complex() else want.unique()) > 1
     for mesh in MESHES:
         for placements in layouts(mesh):
             torch.manual_seed(5)
-            equal(DRAWS[name](distributed(start(), mesh, placements)), want, f"{name} of {placements} on {mesh}")
+            close = equal if Partial() in placements else same  # a pending tensor itself is only close to what it stands for
+            close(DRAWS[name](distributed(start(), mesh, placements)), want, f"{name} of {placements} on {mesh}")
 
 
 @pytest.mark.parametrize("name", ["rand_like", "uniform_", "dropout", "normal"])
@@ -76,8 +102,88 @@ def test_factories_draw_from_the_same_numbers() -> None:
     drawn = []
     for mesh in MESHES:
         torch.manual_seed(2)
-        drawn.append(sw.randn(5, 7, mesh=mesh, placements=[Shard(0)] * mesh.ndim).full_tensor())
-    assert all(torch.equal(drawn[0], other) for other in drawn)
+        cut: Any = {"mesh": mesh, "placements": [Shard(0)] * mesh.ndim}
+        made = [sw.randn(5, 7, **cut), sw.rand(9, **cut), sw.randint(-3, 90, (4, 2), **cut), sw.randperm(33, **cut)]
+        drawn.append([*made, sw.randn(5, dtype=torch.complex64, **cut), sw.rand((), mesh=mesh)])
+    for several in drawn:
+        for one, other in zip(several, drawn[0], strict=True):
+            same(one, other.full_tensor(), "a factory")
+    assert drawn[0][3].sort().values.tolist() == list(range(33)) and drawn[0][3].tolist() != list(range(33))
+
+
+def test_shards_differ_and_replicas_agree() -> None:
+    drawn = sw.rand(64, 8, mesh=MESHES[3], placements={"a": Shard(0)}).to_local().pieces
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[2], drawn[3])
+    assert not (drawn[0] == drawn[2]).any()
+
+
+def test_no_rank_makes_more_than_its_piece() -> None:
+    """What a rank makes of a tensor that no machine could hold."""
+    layout = sw.layout((2**40, 2**20), MESHES[2], [Shard(0, (2**40 - 5, 0, 3, 2))])
+    assert spans(layout, 2) == ((2**60 - 5 * 2**20,), (3 * 2**20,), (1,))
+    tall = sw.layout((2**30, 6), MESHES[3], {"a": Shard(1), "b": Shard(1)})
+    assert spans(tall, 3) == ((0, 5), (2**30, 1), (6, 1))
+
+
+def test_orthogonal_stays_orthogonal_when_cut() -> None:
+    for mesh in MESHES:
+        for placements in ([Shard(0)] * mesh.ndim, [Shard(1)] * mesh.ndim):
+            q = torch.nn.init.orthogonal_(torch.nn.Parameter(sw.zeros(10, 7, mesh=mesh, placements=placements))).full_tensor()
+            torch.testing.assert_close(q.T @ q, torch.eye(7))
+
+
+def test_multinomial_draws_by_weight() -> None:
+    weights = torch.tensor([[1.0, 0, 3, 4, 0], [0, 5, 1, 1, 1]]).repeat(2, 1)
+    p = distributed(weights, MESHES[1], [Shard(1)])
+    many = torch.multinomial(p, 20_000, replacement=True).full_tensor()
+    shares = torch.stack([torch.bincount(row, minlength=5) for row in many]) / 20_000
+    torch.testing.assert_close(shares, weights / 8, atol=0.02, rtol=0)
+    rows = distributed(weights[:1].repeat(4000, 1), MESHES[1], [Shard(0)])
+    first = torch.bincount(torch.multinomial(rows, 3).full_tensor()[:, 0], minlength=5) / 4000
+    torch.testing.assert_close(first, weights[0] / 8, atol=0.04, rtol=0)
+    few = torch.multinomial(rows, 3).full_tensor()
+    assert few.sort().values.eq(torch.tensor([0, 2, 3])).all()  # those of weight zero come last
+    with pytest.raises(sw.OperatorError, match="without replacement each at most once"):
+        torch.multinomial(p, 6)
+    with pytest.raises(sw.OperatorError, match="finite and not negative, with at least one positive in each row"):
+        torch.multinomial(p - 2, 1)
+
+
+def test_recomputed_numbers_are_the_same() -> None:
+    x = distributed(start(), MESHES[1], [Shard(0)]).requires_grad_()
+    grads = []
+    for again in (False, True):
+        torch.manual_seed(3)
+        y = checkpoint(lambda x: F.dropout(x.sin(), 0.5), x, use_reentrant=False) if again else F.dropout(x.sin(), 0.5)
+        grads.append(torch.autograd.grad(y.square().sum(), x)[0].full_tensor())
+    assert torch.equal(*grads)
+
+
+def losses(axes: dict[str, int], placements: Callable[[str], Any], tokens: Any) -> Tensor:
+    """Of a small transformer with dropout, over three steps."""
+    mesh = sw.init_mesh(**axes)
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+    for module in layer.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            spread = sw.distribute_tensor(parameter.detach(), mesh, placements(name) if module is layer.linear1 else {})
+            setattr(module, name, torch.nn.Parameter(spread))
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.01)
+    x = sw.distribute_tensor(torch.linspace(-1, 1, 8 * 6 * 16).view(8, 6, 16).sin(), mesh, tokens)
+    out = []
+    for _ in range(3):
+        loss = layer(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        out.append(loss.item())
+    return torch.tensor(out)
+
+
+def test_a_transformer_with_dropout_has_the_same_losses_on_every_mesh() -> None:
+    want = losses({"dp": 1}, lambda name: {}, {})
+    torch.testing.assert_close(losses({"dp": 4}, lambda name: {}, {"dp": Shard(0)}), want)
+    torch.testing.assert_close(losses({"dp": 2, "tp": 2}, lambda name: {"tp": Shard(0)}, {"dp": Shard(0)}), want)
 
 
 def test_random_numbers_into_an_argument_are_refused() -> None:
