@@ -61,7 +61,7 @@ def decide(rule: Rule, call: Call) -> Decision:
         return Decision(copy_back=True) if call.written is not None else Decision(program=rule.program)
     choices: dict[str, Candidate] = {}
     for axis in call.tensors[0].mesh.axes:
-        choice = _choose(rule, call, bound, axis)
+        choice = _choose(rule, call, bound, axis, choices)
         if choice is None:
             return Decision(copy_back=True)
         choices[axis] = choice
@@ -118,6 +118,7 @@ class Bound:
     sizes: dict[str, int]
     linear: tuple[tuple[int, ...], ...]
     passes: tuple[tuple[int, str], ...]
+    together: str | None
     whole: frozenset[str]
     same: tuple[bool, ...]
     floating: bool
@@ -159,7 +160,8 @@ def _bind(rule: Rule, call: Call) -> Bound:
     same = tuple(rule.outputs[min(i, last)].same for i in range(len(outputs)))
     words = rule.passes if isinstance(rule.passes, tuple) else (rule.passes,)
     passes = tuple((i, word) for i, word in zip(call.slots, words, strict=False) if i is not None and word is not None)
-    return Bound(inputs, outputs, sizes, linear, passes, uncut, same, call.tensors[0].dtype.is_floating_point, work)
+    together = rule.together if len(call.tensors) == len(rule.inputs) else None  # none of them is a number
+    return Bound(inputs, outputs, sizes, linear, passes, together, uncut, same, call.tensors[0].dtype.is_floating_point, work)
 
 
 def _whole(rule: Rule, call: Call) -> frozenset[str]:
@@ -218,8 +220,9 @@ class Candidate:
     label: str | None = None
 
 
-def _choose(rule: Rule, call: Call, bound: Bound, axis: str) -> Candidate | None:
-    """The cheapest candidate; None where an in-place operator has none that keeps its argument's layout."""
+def _choose(rule: Rule, call: Call, bound: Bound, axis: str, others: dict[str, Candidate]) -> Candidate | None:
+    """The cheapest candidate that goes with those of other axes; None where an in-place operator has none that keeps its
+    argument's layout."""
     have = tuple(tensor.states.get(axis) for tensor in call.tensors)
     plain = Candidate((None,) * len(have), (None,) * len(bound.outputs))
     if not any(state is not None for state in have):
@@ -232,10 +235,18 @@ def _choose(rule: Rule, call: Call, bound: Bound, axis: str) -> Candidate | None
     for candidate in (*passes, *cuts, plain):  # the first of equals is taken
         if call.written is not None and not _keeps(candidate, have, call.written):
             continue
+        if any(_clash(candidate, other) for other in others.values()):
+            continue
         seconds = _price(candidate, call, bound, have, ranks, link)
         if seconds < least:
             best, least = candidate, seconds
     return best
+
+
+def _clash(one: Candidate, other: Candidate) -> bool:
+    """Whether a tensor would be pending in two ways, whose order would matter."""
+    pairs = (*zip(one.wants, other.wants, strict=True), *zip(one.results, other.results, strict=True))
+    return any(isinstance(a, str) and isinstance(b, str) and a != b and {a, b} != {"sum", "avg"} for a, b in pairs)
 
 
 def _keeps(candidate: Candidate, have: tuple[State, ...], written: int) -> bool:
@@ -288,7 +299,7 @@ def _passes(rule: Rule, bound: Bound, kinds: Iterable[str]) -> Iterable[Candidat
             if through is not None:
                 wants = tuple(kind if i == index else None for i in range(tensors))
                 yield Candidate(wants, _unless_same(bound, repeat(through)))
-        if kind == rule.together:
+        if kind == bound.together:
             yield Candidate((kind,) * tensors, _unless_same(bound, repeat(kind)))
 
 

@@ -116,7 +116,7 @@ def _index(call: Call) -> Rule | Proposal:
     own, together, out, indexed = _letters(call)
     inputs = (_pattern(own), *(_pattern(together) for _ in indexed))
     behind = len(out) - out.index(together[-1]) - 1 if together else 0
-    return Rule(inputs, (_pattern(out),), linear=((0,),), kernel=partial(_read, indexed, behind))
+    return Rule(inputs, (_pattern(out),), linear=((0,),), passes="all", kernel=partial(_read, indexed, behind))
 
 
 def _index_put(call: Call) -> Rule | Proposal:
@@ -289,5 +289,6 @@ def _put_found(tools: Any, x: Any, mask: Any, values: Any, put: Kernel) -> Any:
     return tools.wrap(local, layout.replace(stride=None))
 
 
-rule("index.Tensor _unsafe_index.Tensor", function=_index)
-rule("index_put _unsafe_index_put _index_put_impl", function=_index_put)
+_MASKS = "sum max min product cut: of masks, of which nobody knows how much they select until it is counted"
+rule("index.Tensor _unsafe_index.Tensor", function=_index, unoffered=_MASKS)
+rule("index_put _unsafe_index_put _index_put_impl", function=_index_put, unoffered=_MASKS)

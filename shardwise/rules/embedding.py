@@ -33,7 +33,7 @@ def _rows(call: Call, wants: Sequence[Layout]) -> Any:
     return kernel, *piece.numbers
 
 
-rule("embedding", "v d, ... -> ... d", linear=((0,),), kernel=_rows)
+rule("embedding", "v d, ... -> ... d", linear=((0,),), passes="all", kernel=_rows)
 rule("embedding_dense_backward", "... d, ... -> v d", linear=((0,),), whole="...?scale_grad_by_freq")
 
 

@@ -137,13 +137,16 @@ rule(
     "gather",
     "...[dim=s], ...[dim=t] -> ...[dim=t]",
     linear=((0,),),
+    passes="all",
     kernel=_read,
     function=_if_sizes_differ(_gather_corner),
 )
 _rows = partial(rule, function=_if_without_dims)
-_rows("index_select", "...[dim=s], t -> ...[dim=t]", linear=((0,),), kernel=_read)
+_rows("index_select", "...[dim=s], t -> ...[dim=t]", linear=((0,),), passes="all", kernel=_read)
 
-_scatter = partial(rule, kernel=_write, function=_if_sizes_differ(_scatter_corner))
+#: Why placements that would do for what is written to are not offered.
+WRITTEN = "sum max min product cut: only of some reductions, values or indices, or of several arguments at a time"
+_scatter = partial(rule, kernel=_write, function=_if_sizes_differ(_scatter_corner), unoffered=WRITTEN)
 _scatter("scatter.src", "...[dim=s], ...[dim=t], ...[dim=t] -> ...[dim=s]", linear=((0, 2),), whole="t", lost=None)
 _scatter("scatter.value", "...[dim=s], ...[dim=t] -> ...[dim=s]", whole="t", lost=None)
 _scatter("scatter.value_reduce", "...[dim=s], ...[dim=t] -> ...[dim=s]", whole="t", lost=None)
@@ -151,10 +154,18 @@ _scatter("scatter.reduce", "...[dim=s], ...[dim=t], ...[dim=t] -> ...[dim=s]", w
 _scatter("scatter_reduce", "...[dim=s], ...[dim=t], ...[dim=t] -> ...[dim=s]", whole="t", lost=None)
 _scatter("scatter_add", "...[dim=s], ...[dim=t], ...[dim=t] -> ...[dim=s]", linear=((0, 2),))
 
-_rows("index_add", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", linear=((0, 2),), kernel=_write)
-_rows("index_copy", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", linear=((0, 2),), kernel=_write, whole="t", lost=None)
-_rows("index_reduce", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", kernel=_write, whole="t", lost=None)
-_rows("index_fill", "...[dim=s], t, v -> ...[dim=s]", kernel=_write, whole="t", lost=None)
+_rows("index_add", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", linear=((0, 2),), kernel=_write, unoffered=WRITTEN)
+_rows(
+    "index_copy",
+    "...[dim=s], t, ...[dim=t] -> ...[dim=s]",
+    linear=((0, 2),),
+    kernel=_write,
+    whole="t",
+    lost=None,
+    unoffered=WRITTEN,
+)
+_rows("index_reduce", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", kernel=_write, whole="t", lost=None, unoffered=WRITTEN)
+_rows("index_fill", "...[dim=s], t, v -> ...[dim=s]", kernel=_write, whole="t", lost=None, unoffered=WRITTEN)
 
 
 def _put(tools: Any, op: Any, x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
@@ -184,7 +195,7 @@ def _triangle(call: Call, wants: Sequence[Layout]) -> Any:
     return kernel, *rows.numbers, *columns.numbers
 
 
-rule("tril triu", "... -> ...", linear=((0,),), kernel=_triangle)
+rule("tril triu", "... -> ...", linear=((0,),), passes="all", kernel=_triangle)
 
 # ── gradients of slices ───────────────────────────────────────────────────────────────────────────────────────────────
 

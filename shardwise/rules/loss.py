@@ -76,6 +76,7 @@ rule(
     "smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward",
     "..., ..., ..., ... -> ...",
     linear=((0,),),
+    unoffered="max min: losses are not pending",
     kernel=_mean_backward,
 )
 

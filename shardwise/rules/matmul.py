@@ -46,11 +46,12 @@ rule("bmm", "b m k, b k n -> b m n", linear=((0,), (1,)))
 rule("mv", "m k, k -> m", linear=((0,), (1,)))
 rule("dot vdot", "k, k -> ", linear=((0,), (1,)))
 
-rule("addmm", "m n, m k, k n -> m n", linear=((0, 1), (0, 2)))
-rule("baddbmm", "b m n, b m k, b k n -> b m n", linear=((0, 1), (0, 2)), kernel=_whole_scales)
-rule("addbmm", "m n, b m k, b k n -> m n", linear=((0, 1), (0, 2)), kernel=_whole_scales)
-rule("addmv", "m, m k, k -> m", linear=((0, 1), (0, 2)), kernel=_expanded)
-rule("addr", "m n, m, n -> m n", linear=((0, 1), (0, 2)))
+SCALED = "max min: a negative beta turns the order round"
+rule("addmm", "m n, m k, k n -> m n", linear=((0, 1), (0, 2)), unoffered=SCALED)
+rule("baddbmm", "b m n, b m k, b k n -> b m n", linear=((0, 1), (0, 2)), kernel=_whole_scales, unoffered=SCALED)
+rule("addbmm", "m n, b m k, b k n -> m n", linear=((0, 1), (0, 2)), kernel=_whole_scales, unoffered=SCALED)
+rule("addmv", "m, m k, k -> m", linear=((0, 1), (0, 2)), kernel=_expanded, unoffered=SCALED)
+rule("addr", "m n, m, n -> m n", linear=((0, 1), (0, 2)), unoffered=SCALED)
 rule("_int_mm", "m k, k n -> m n")
 
 # ── grouped: rows of one factor belong to matrices of the other, by offsets ───────────────────────────────────────────

@@ -195,7 +195,8 @@ def _rms_norm_backward_or_program(call: Call) -> Proposal:
     return _norm_backward(_rms_norm_backward, call)
 
 
-rule("native_layer_norm", function=partial(_norm, _layer_norm))
+_SCALES = "sum max min product: scales and offsets are not pending"
+rule("native_layer_norm", function=partial(_norm, _layer_norm), unoffered=_SCALES)
 rule("native_layer_norm_backward", function=partial(_norm_backward, _layer_norm_backward))
 rule("_fused_rms_norm", function=partial(_norm, _rms_norm))
 rule("_fused_rms_norm_backward", function=_rms_norm_backward_or_program)
@@ -246,8 +247,9 @@ def _on_own_groups(call: Call, at: int) -> Kernel:
     return run
 
 
-rule("native_group_norm", function=_group_norm)
-rule("native_group_norm_backward", function=_group_norm_backward)
+rule("native_group_norm", function=_group_norm, unoffered=_SCALES)
+_ONCE = "sum: the gradient is reduced once, not its three results"
+rule("native_group_norm_backward", function=_group_norm_backward, unoffered=_ONCE)
 
 
 # ── batch norm: over all but the channels ─────────────────────────────────────────────────────────────────────────────

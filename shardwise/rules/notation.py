@@ -50,9 +50,9 @@ class Rule:
     sentence     inputs and outputs as patterns, or None where `function` says it
     lost         what cutting a lost dim leaves pending; None: a lost dim cannot be cut
     linear       sets of tensor arguments in which the operator is jointly linear: all of a set may be pending a sum
-    passes       kinds of Partial that go through the first argument, the others replicated: "all", one kind, "up" (max and min),
-                 "down" (swapped) or None; "up float": only of floats, since integers may wrap around. A tuple: one word for each
-                 tensor argument
+    passes       kinds of Partial that go through the first argument, the others replicated: "all", one kind, "up" (max and
+                 min), "down" (swapped) or None; "up float": only of floats, since integers may wrap around. A tuple: one word
+                 for each tensor argument
     together     a kind that passes where it is pending in all arguments
     whole        letters that cannot be cut ("[]": the named dims, "...": those of the ellipsis); "l?causal": where the
                  argument `causal` is true

@@ -16,57 +16,95 @@ from ..layout import Layout
 from .notation import Call, Proposal, additive
 from .table import rule
 
+#: Why placements that would do are not offered, where several rows have the reason in common.
+NAN = "max min: a candidate that is nan would be lost"
+TURNED = "max min: another argument may turn the order round"
+JOINTLY = "max min product: in several arguments at a time"
+GRADIENT = "max min product: what is pending of a gradient is a sum"
+DOMAIN = "min: it would pass, as one kind of two, only because there are no values below"
+
 # ── nothing passes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 rule(
-    "abs acos acosh angle asin atanh bitwise_not celu cos cosh digamma elu erfinv frac frexp gelu hardshrink "
-    "hardsigmoid hardswish i0 isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 logical_not logit "
-    "mish mvlgamma nan_to_num polygamma reciprocal rsqrt sgn sign signbit silu sin sinc softplus softshrink "
-    "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr "
-    "special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 "
-    "special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri "
-    "special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0 sqrt tan "
-    "threshold",
+    "acos asin atanh cos cosh digamma erfinv frac frexp gelu hardswish i0 isinf isnan isneginf isposinf "
+    "lgamma logit mish mvlgamma polygamma silu sin sinc special_airy_ai special_bessel_j0 "
+    "special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_i0e special_i1e "
+    "special_modified_bessel_i0 special_ndtri special_spherical_bessel_j0 tan",
     "... -> ...",
 )
+rule("logical_not", "... -> ...", unoffered="max min: only of truth values")
+rule("nan_to_num", "... -> ...", unoffered="sum max min product: what is nan or infinite is replaced when it is known")
+rule("sgn sign signbit", "... -> ...", unoffered=f"{NAN}; product: nan has no sign")
+rule("celu elu leaky_relu threshold", "... -> ...", unoffered=TURNED)
 rule(
-    "__lshift__ __rshift__ __ilshift__ __irshift__ add.Scalar sub.Scalar rsub.Scalar atan2 bitwise_and "
-    "bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor clamp.Tensor clamp_max.Tensor clamp_min.Tensor "
-    "copysign div.Tensor_mode div.Scalar_mode eq floor_divide fmax fmin fmod gcd ge gt heaviside hypot igamma igammac "
-    "lcm le logaddexp logaddexp2 logical_and logical_or logical_xor lt masked_fill.Scalar maximum minimum ne "
-    "nextafter polar pow remainder special_chebyshev_polynomial_t special_chebyshev_polynomial_u "
-    "special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_hermite_polynomial_h "
-    "special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p "
-    "special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u "
-    "special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_xlog1py special_zeta xlogy "
-    "_prelu_kernel",
-    "..., ... -> ...",
+    "rsqrt special_modified_bessel_k0 special_modified_bessel_k1 special_scaled_modified_bessel_k0 "
+    "special_scaled_modified_bessel_k1",
+    "... -> ...",
+    unoffered=DOMAIN,
 )
+rule(
+    "atan2 bitwise_and bitwise_or bitwise_xor div.Tensor_mode div.Scalar_mode eq floor_divide fmod gcd heaviside hypot "
+    "lcm logical_and logical_or logical_xor ne remainder special_chebyshev_polynomial_t "
+    "special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w "
+    "special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l "
+    "special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u "
+    "special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w _prelu_kernel",
+    "..., ... -> ...",
+    unoffered=JOINTLY,
+)
+rule("copysign fmax fmin ge gt le lt", "..., ... -> ...", unoffered=NAN)
+rule("igamma igammac special_zeta", "..., ... -> ...", unoffered=f"{DOMAIN}; max: likewise")
+rule("nextafter", "..., ... -> ...", unoffered="sum max min product: neighbours of summands are none of the sum")
+rule("pow", "..., ... -> ...", unoffered=f"sum product: powers of parts overflow, or have no value; {TURNED}")
+rule("rsub.Scalar", "..., ... -> ...", unoffered=TURNED)
+rule("special_xlog1py xlogy", "..., ... -> ...", unoffered=f"sum: 0 times the logarithm of 0 is 0; {NAN}")
 
-# ── a pending max or min passes ───────────────────────────────────────────────────────────────────────────────────────
+# ── a pending max, min or product passes ──────────────────────────────────────────────────────────────────────────────
 
 rule(
-    "asinh atan ceil clamp.default clamp_max.default clamp_min.default erf exp exp2 expm1 floor hardtanh relu round "
-    "sigmoid sinh tanh trunc",
+    "asinh atan ceil clamp.default clamp_max.default clamp_min.default erf expm1 floor hardshrink hardsigmoid hardtanh "
+    "relu round sigmoid sinh softplus softshrink special_i1 special_log_ndtr special_modified_bessel_i1 tanh trunc",
     "... -> ...",
     passes="up",
 )
-rule("erfc", "... -> ...", passes="down")
+rule("exp exp2", "... -> ...", passes="up", unoffered="sum: powers of summands overflow where that of the sum does not")
+rule("angle bitwise_not erfc special_erfcx", "... -> ...", passes="down")
+# They have no value below where they begin, and if any candidate lies there, so does the least.
+rule("acosh log log10 log1p log2 sqrt", "... -> ...", passes="min")
+rule("abs reciprocal", "... -> ...", passes="product")
+rule("__rshift__ __irshift__ bitwise_right_shift", "..., ... -> ...", passes="up")
+rule("add.Scalar sub.Scalar", "..., ... -> ...", passes="up float")
+rule("logaddexp logaddexp2", "..., ... -> ...", passes=("up", "up"), unoffered=JOINTLY)
+rule("maximum clamp_min.Tensor", "..., ... -> ...", passes=("up", "up"), together="max")
+rule("minimum clamp_max.Tensor", "..., ... -> ...", passes=("up", "up"), together="min")
+rule("clamp.Tensor", "..., ..., ... -> ...", passes=("up", "up", "up"), unoffered=JOINTLY)
+rule("masked_fill.Scalar", "..., ... -> ...", passes="up", unoffered="sum product max min: only of some values and masks")
 
 # ── a pending sum passes ──────────────────────────────────────────────────────────────────────────────────────────────
 
 rule("neg", "... -> ...", linear=((0,),), passes="down float")
-rule("conj_physical", "... -> ...", linear=((0,),))
+rule("conj_physical", "... -> ...", linear=((0,),), passes="product")
 rule("deg2rad rad2deg", "... -> ...", linear=((0,),), passes="up")
+rule(
+    "__lshift__ __ilshift__ bitwise_left_shift",
+    "..., ... -> ...",
+    linear=((0,),),
+    unoffered="max min: bits may be shifted out",
+)
 # In both arguments together.
-rule("add.Tensor sub.Tensor rsub.Tensor complex lerp", "..., ... -> ...", linear=((0, 1),))
+rule("add.Tensor sub.Tensor", "..., ... -> ...", linear=((0, 1),), passes="up float", unoffered=TURNED)
+rule("rsub.Tensor", "..., ... -> ...", linear=((0, 1),), passes=(None, "up float"), unoffered=TURNED)
+rule("complex lerp", "..., ... -> ...", linear=((0, 1),), unoffered=TURNED)
 # In each argument.
-rule("mul", "..., ... -> ...", linear=((0,), (1,)))
-rule("div.Tensor div.Scalar ldexp", "..., ... -> ...", linear=((0,),))
-rule("addcmul", "..., ..., ... -> ...", linear=((0, 1), (0, 2)))
-rule("addcdiv", "..., ..., ... -> ...", linear=((0, 1),))
-rule("where.self", "..., ..., ... -> ...", linear=((1, 2),))
-rule("masked_fill.Tensor", "..., ..., ... -> ...", linear=((0, 2),))
+rule("mul", "..., ... -> ...", linear=((0,), (1,)), together="product", unoffered=TURNED)
+rule("div.Tensor", "..., ... -> ...", linear=((0,),), together="product", unoffered=TURNED)
+rule("div.Scalar", "..., ... -> ...", linear=((0,),), unoffered=TURNED)
+rule("ldexp", "..., ... -> ...", linear=((0,),), passes="up")
+rule("polar", "..., ... -> ...", linear=((0,),))
+rule("addcmul", "..., ..., ... -> ...", linear=((0, 1), (0, 2)), passes="up float")
+rule("addcdiv", "..., ..., ... -> ...", linear=((0, 1),), passes="up float")
+rule("where.self", "..., ..., ... -> ...", linear=((1, 2),), passes=(None, "up", "up"), unoffered=JOINTLY)
+rule("masked_fill.Tensor", "..., ..., ... -> ...", linear=((0, 2),), passes=("up", None, "up"), unoffered=JOINTLY)
 # In the gradient, which comes first.
 rule(
     "elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward "
@@ -75,6 +113,7 @@ rule(
     "_prelu_kernel_backward",
     "..., ... -> ...",
     linear=((0,),),
+    unoffered=f"{GRADIENT}; cut: what is not read while not training",
 )
 
 # ── everything passes ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -88,7 +127,7 @@ def _same(call: Call) -> Proposal:
 
 rule("alias detach lift_fresh", function=_same)
 # One that is only marked as a conjugate or a negative would be read as it lies in memory: below dispatch nobody asks.
-rule("_conj", "... -> ...", linear=((0,),), kernel=lambda *_: torch.conj_physical, copies=True)
+rule("_conj", "... -> ...", linear=((0,),), passes="product", kernel=lambda *_: torch.conj_physical, copies=True)
 rule("_neg_view", "... -> ...", linear=((0,),), passes="down float", kernel=lambda *_: torch.neg, copies=True)
 rule("alias_copy clone detach_copy lift lift_fresh_copy zero", "... -> ...", passes="all")
 
@@ -108,7 +147,9 @@ def _to_copy(call: Call) -> Proposal:
         )
     if layout.dtype != one.dtype:
         narrows = one.dtype.itemsize < layout.dtype.itemsize  # summands that cancel must not be rounded first
-        kept = ("sum", "avg") if additive((layout.dtype, one.dtype)) and not narrows else ()
+        kept: tuple[str, ...] = ("sum", "avg", "product") if additive((layout.dtype, one.dtype)) and not narrows else ()
+        if layout.dtype.is_floating_point and one.dtype.is_floating_point:
+            kept += ("max", "min")  # rounding keeps the order
         layout = layout.replace(partials=[(axis, kind) for axis, kind in layout.partials if kind in kept])
     return Proposal((layout,), (layout.replace(dtype=one.dtype, stride=one.stride),))
 

@@ -48,7 +48,7 @@ def pending(layout: Layout, dims: Sequence[int], keepdim: bool, kind: str, dtype
 # ── a collective finishes it ──────────────────────────────────────────────────────────────────────────────────────────
 
 rule("sum", "...[dim] -> ...", linear=((0,),))
-rule("nansum count_nonzero", "...[dim] -> ...")
+rule("nansum count_nonzero", "...[dim] -> ...", unoffered="sum: what is nan is left out when it is known")
 
 
 def _scaled_by_global_count(call: Call, wants: Sequence[Layout]) -> Kernel | None:
@@ -198,6 +198,9 @@ def widened(x: Any) -> Any:
 
 
 def _logsumexp(tools: Any, op: Any, x: Any, dim: Dims, keepdim: bool = False) -> Any:
+    if x.is_complex():  # there is no largest to take out first
+        layout = tools.layout(x)
+        return op(tools.move(x, layout.without(a for d in dims_of(dim, x.ndim) for a in layout.axes_of(d))), dim, keepdim)
     dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
     x, dims = reduced(tools, widened(cast(x, dtype))), dims_of(dim, x.ndim)
     top = reduced(tools, aten.amax(x, dims, True))
@@ -282,7 +285,8 @@ def _power_sum(x: Tensor, ord: float, dims: list[int], keepdim: bool, dtype: tor
     return torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=wide).pow(ord)
 
 
-rule("linalg_vector_norm", "...[dim] -> ...", whole="[]", program=_vector_norm)
+_BY_POWERS = "cut: its program reduces the powers, and every order has its own"
+rule("linalg_vector_norm", "...[dim] -> ...", whole="[]", program=_vector_norm, unoffered=_BY_POWERS)
 
 
 def _norm(tools: Any, op: Any, x: Any, p: float | None = 2, *dim_and_keepdim: Any, **words: Any) -> Any:

@@ -37,7 +37,8 @@ def _scan(kind: str, tools: Any, op: Any, x: Any, dim: int, **words: Any) -> Any
     """Every shard scans its own and gives its last row, the total; all get all totals, and carry those before their own."""
     x = reduced(tools, x)
     layout, dim = tools.layout(x), dim % x.ndim
-    if len(layout.dims[dim]) > 1:  # a shard is no one interval, so it has several totals
+    # A shard that is no one interval has several totals; a complex logarithm is one of many, which one the order decides.
+    if len(layout.dims[dim]) > 1 or (kind == "logsumexp" and x.is_complex()):
         return op(tools.move(x, layout.without(layout.axes_of(dim))), dim, **words)
     own = tools.each(_local_scan, layout.mesh, op, x, dim, words)
     dtype = own.dtype
@@ -71,7 +72,7 @@ def _carried(own: Tensor, every: Tensor, mine: Tensor, dim: int, kind: str) -> T
 
 
 rule("cumsum", "...[dim] -> ...[dim]", whole="[]", linear=((0,),), program=partial(_scan, "sum"))
-rule("cumprod", "...[dim] -> ...[dim]", whole="[]", program=partial(_scan, "product"))
+rule("cumprod", "...[dim] -> ...[dim]", whole="[]", passes="product", program=partial(_scan, "product"))
 rule("logcumsumexp", "...[dim] -> ...[dim]", whole="[]", program=partial(_scan, "logsumexp"))
 
 # ── extremes ──────────────────────────────────────────────────────────────────────────────────────────────────────────

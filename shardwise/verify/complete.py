@@ -8,6 +8,7 @@ other values of the tensors, so that no coincidence is taken for a law.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ UNCHECKED = (
     "nll_loss",
     "dot_product",
 )
+#: What values are multiplied by to get others.
+FACTORS = torch.tensor([-2.0, -0.25, 0.0, 0.05, 5.0])
 #: Samples of the first of these that an operator has are asked.
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
 
@@ -69,12 +72,14 @@ def _tells(sample: Sample) -> bool:
         return False
     results = [out for out in flat(sample.run()) if isinstance(out, Tensor)]
     floats = [t for t in sample.tensors if t.is_floating_point()] or sample.tensors
-    several = all(n > 1 for t in sample.tensors for n in t.shape) and all(t.numel() > 3 for t in floats)
-    return (
-        several
-        and all(out.numel() for out in results)
-        and all(len(set(map(str, out.reshape(-1).tolist()[:50]))) > 1 or _is_number(out) for out in results)
-    )
+    several = all(n > 1 for t in sample.tensors for n in t.shape) and all(t.numel() > 3 and _varies(t) for t in floats)
+    return several and all(_varies(out) or _is_number(out) for out in results)
+
+
+def _varies(x: Tensor) -> bool:
+    """Whether there are elements, and not all, or all but a few truth values, are the same."""
+    values = Counter(map(str, x.reshape(-1).tolist()[:100]))
+    return len(values) > 1 and (x.dtype is not torch.bool or min(values.values()) * 4 >= min(x.numel(), 100))
 
 
 def _is_number(out: Tensor) -> bool:
@@ -129,7 +134,7 @@ def _laws(several: list[Sample], options_of: Callable[[Sample], Iterable[States]
     """The placements that hold for all samples, with those of the results."""
     held: dict[States, list[States]] = {}
     for number, sample in enumerate(several):
-        variants = [one for one in (sample, _other_values(sample)) if one is not None]
+        variants = [one for one in (sample, *(_other_values(sample, seed) for seed in range(4))) if one is not None]
         options = [*held] if number else [*options_of(sample)]
         for states in options:
             results = held.get(states)
@@ -142,14 +147,15 @@ def _laws(several: list[Sample], options_of: Callable[[Sample], Iterable[States]
     return held
 
 
-def _other_values(sample: Sample) -> Sample | None:
+def _other_values(sample: Sample, seed: int) -> Sample | None:
     """The sample with floating values in another order, with other signs and other sizes; None if it cannot be run so."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     tensors, changed = [], False
     for tensor in sample.tensors:
         if tensor.is_floating_point() and tensor.numel() > 1:
             order = torch.randperm(tensor.numel(), generator=generator)
-            factor = torch.randint(0, 4, tensor.shape, generator=generator).to(tensor.dtype).exp2() - 3
+            factor = FACTORS.to(tensor.dtype)[torch.randint(len(FACTORS), tensor.shape, generator=generator)]
+            factor = factor / (1 + 20 * (seed % 2))
             tensor, changed = (tensor.reshape(-1)[order].reshape(tensor.shape) * factor), True
         tensors.append(tensor)
     if not changed:

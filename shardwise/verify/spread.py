@@ -42,7 +42,8 @@ def pieces_of(tensor: Tensor, layout: Layout, turn: int = 0) -> Bundle:
                 piece = piece.index_select(dim, torch.tensor(index, dtype=torch.long))
         point = dict(zip(mesh.axes, mesh.coordinates[place], strict=True))
         for number, (axis, kind) in enumerate(layout.partials):
-            piece = split(piece, kind, mesh.shape[axis], turn + number)[point[axis]]
+            how = f"{kind} of one" if kind in ("sum", "avg") and number else kind
+            piece = split(piece, how, mesh.shape[axis], turn + number)[point[axis]]
         pieces.append(torch.empty_like(piece, memory_format=torch.preserve_format).copy_(piece))
     return Bundle(pieces)
 
@@ -124,8 +125,10 @@ def _extreme(sign: int, x: Tensor, first: Tensor, second: Tensor, ranks: int) ->
     if x.dtype is torch.bool:
         held = first | (second & (torch.arange(x.numel()).reshape(x.shape) % 2 == 0))  # some by several ranks
         return x & held if sign < 0 else x | ~held
-    away = x + sign * (1 + x.abs())
-    away = torch.where(second, away, away + sign)
+    step = 1 + x.abs()
+    if x.is_floating_point():
+        step = torch.where(torch.arange(x.numel()).reshape(x.shape) % 2 == 0, step, step / 8)
+    away = x + sign * torch.where(second, step, 2 * step)
     calm = x.isfinite() if x.is_floating_point() else torch.ones_like(x, dtype=torch.bool)
     return torch.where(first | ~calm, x, away)
 
@@ -138,7 +141,14 @@ def _product(x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
     return torch.where(first, x * big, torch.where(second, one * small, one))
 
 
+def _one(x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
+    """A sum over a second axis: one rank has it all, so that adding up over both is exact in any order."""
+    return torch.where(first, x, torch.zeros_like(x))
+
+
 _SPLITS: dict[str, Any] = {
+    "sum of one": _one,
+    "avg of one": lambda x, *given: _one(x * given[-1], *given),
     "sum": _sum,
     "avg": _avg,
     "max": lambda *given: _extreme(-1, *given),
