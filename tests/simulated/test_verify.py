@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise import Partial, Replicate, Shard
+from shardwise import Replicate, Shard
 from shardwise.__main__ import main
 from shardwise.dispatch import forget
 from shardwise.errors import CommunicationError, OperatorError
