@@ -50,8 +50,8 @@ def bits(z: Tensor, key: Any, other: Any) -> Tensor:
 
 
 def _fold(z: Tensor, high: Tensor) -> Tensor:
-    """The upper half onto the lower: for the device of a GPU, with words of 32 bits, this is one operation."""
-    high.copy_(z).bitwise_right_shift_(32).bitwise_and_(_HALF)
+    """The upper half onto the lower: for a GPU, which has words of 32 bits, this is one operation."""
+    torch.bitwise_right_shift(z, 32, out=high).bitwise_and_(_HALF)
     return z.bitwise_xor_(high)
 
 

@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 
 from .._torch import tracing_context
 from ..counter import DIGITS, Draw
-from ..errors import OperatorError
+from ..errors import MeshError, OperatorError
 from ..layout import Layout, Number, PerRank, whole
 from ..random import drop_piece, fill_piece, next_key, piece, sides, spans, traced_key, traced_piece
 from .table import rule
@@ -215,10 +215,17 @@ def _check_weights(p: Any, count: int, replacement: bool) -> None:
             f"multinomial: {count} indices {'with' if replacement else 'without'} replacement from weights of shape "
             f"{list(p.shape)}; it takes a vector or a matrix, gives at least one, and without replacement each at most once"
         )
-    if tracing_context() is None and not bool(((p >= 0) & (p < math.inf)).all() & (p.sum(-1) > 0).all()):
+    if tracing_context() is None and not _are_weights(p):
         raise OperatorError(
             "multinomial takes weights that are finite and not negative, with at least one positive in each row"
         )
+
+
+def _are_weights(p: Any) -> bool:
+    try:
+        return bool(((p >= 0) & (p < math.inf)).all() & (p.sum(-1) > 0).all())
+    except MeshError:  # this rank is not in the mesh, and has nothing to look at
+        return True
 
 
 def _first_of(p: Tensor, times: Tensor, count: int) -> Tensor:
