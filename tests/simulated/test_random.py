@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,31 +162,28 @@ def test_recomputed_numbers_are_the_same() -> None:
     assert torch.equal(*grads)
 
 
-def losses(axes: dict[str, int], placements: Callable[[str], Any], tokens: Any) -> Tensor:
-    """Of a small transformer with dropout, over three steps."""
+def losses(demo: Any, **axes: int) -> Tensor:
+    """Of the demo's GPT, trained for four steps with dropout after the embedding and every block."""
     mesh = sw.init_mesh(**axes)
     torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-    for module in layer.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            spread = sw.distribute_tensor(parameter.detach(), mesh, placements(name) if module is layer.linear1 else {})
-            setattr(module, name, torch.nn.Parameter(spread))
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.01)
-    x = sw.distribute_tensor(torch.linspace(-1, 1, 8 * 6 * 16).view(8, 6, 16).sin(), mesh, tokens)
-    out = []
-    for _ in range(3):
-        loss = layer(x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        out.append(loss.item())
-    return torch.tensor(out)
+    model = demo.GPT()
+    for name, parameter in list(model.named_parameters()):
+        placed = {axis: at for axis, at in demo.placements(name).items() if axis in axes}
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(sw.distribute_tensor(parameter.detach(), mesh, placed)))
+    model.head.weight = model.embed.weight
+    for module in (model.embed, *model.blocks):
+        module.register_forward_hook(lambda module, given, out: F.dropout(out, 0.1))
+    step = demo.make_step(model, lambda batch: sw.distribute_tensor(batch, mesh, {"dp": Shard(0)}))
+    return torch.tensor([step(batch) for batch in itertools.islice(demo.batches(), 4)])
 
 
-def test_a_transformer_with_dropout_has_the_same_losses_on_every_mesh() -> None:
-    want = losses({"dp": 1}, lambda name: {}, {})
-    torch.testing.assert_close(losses({"dp": 4}, lambda name: {}, {"dp": Shard(0)}), want)
-    torch.testing.assert_close(losses({"dp": 2, "tp": 2}, lambda name: {"tp": Shard(0)}, {"dp": Shard(0)}), want)
+def test_a_gpt_with_dropout_has_the_same_losses_on_every_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    demo = importlib.import_module("train_gpt")
+    want = losses(demo, dp=1)
+    torch.testing.assert_close(losses(demo, dp=4), want)
+    torch.testing.assert_close(losses(demo, dp=2, tp=2), want)
 
 
 def test_random_numbers_into_an_argument_are_refused() -> None:
