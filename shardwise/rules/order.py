@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,6 +111,12 @@ def _without_limits(call: Call) -> Proposal | None:
 rule("histc", "... -> h", function=_without_limits, static="min max")
 
 
+def _weighted(op: Any, x: Tensor, weights: Tensor, minlength: int) -> Tensor:
+    """Of no numbers torch counts no weights, but ones."""
+    counts: Tensor = op(x, weights, minlength)
+    return counts if x.numel() else counts.to(torch.float32 if weights.dtype is torch.float32 else torch.float64)
+
+
 def _bincount(tools: Any, op: Any, x: Any, weights: Any = None, minlength: int = 0) -> Any:
     """The greatest number tells how many there are to count; every rank counts its own."""
     if tracing_context() is not None:
@@ -131,7 +138,7 @@ def _bincount(tools: Any, op: Any, x: Any, weights: Any = None, minlength: int =
         if low < 0:
             raise RuntimeError(f"bincount takes numbers that are not negative, got {low} in {layout}")
         minlength = max(minlength, high + 1)
-    local = tools.each(op, layout.mesh, x, weights, minlength)
+    local = tools.each(op if weights is None or not layout.states else partial(_weighted, op), mesh, x, weights, minlength)
     pending = [(axis, "sum") for axis in layout.states]
     return tools.wrap(local, Layout.of(layout.mesh, [(whole(local.shape[0]),)], pending, local.dtype))
 

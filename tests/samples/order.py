@@ -50,6 +50,8 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten.bincount": [
         sample(torch.bincount, INTS.abs().flatten()),
         sample(lambda x, w: torch.bincount(x, w, 10), torch.tensor([1, 4, 4, 0, 2]), (5,)),
+        sample(torch.bincount, torch.tensor([2]), torch.tensor([0.5], dtype=torch.float64)),
+        sample(torch.bincount, torch.tensor([2, 1]), torch.tensor([3, 4])),
         sample(torch.bincount, torch.tensor([], dtype=torch.int64)),
     ],
 }
