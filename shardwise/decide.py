@@ -184,7 +184,8 @@ def _output_labels(rule: Rule, call: Call, pattern: Any, named: list[tuple[str, 
 def _linear_sets(rule: Rule, call: Call) -> Iterable[tuple[int, ...]]:
     """The jointly linear sets as indices of tensors; a number in a set makes the operator affine in it, so it is dropped."""
     arguments = [call.arguments[name] for name in call.tensor_names]
-    for group in rule.linear:
+    rounded = rule.rounds and not call.tensors[0].dtype.is_floating_point
+    for group in rule.linear if not rounded else ():
         if not any(slot < len(call.slots) and call.slots[slot] is None and arguments[slot] is not None for slot in group):
             indices = tuple(i for slot in group if slot < len(call.slots) and (i := call.slots[slot]) is not None)
             if indices and additive([*(call.tensors[i].dtype for i in indices), *(r.dtype for r in call.results)]):

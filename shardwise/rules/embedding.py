@@ -44,7 +44,7 @@ def _refuse_sparse(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-rule("_sparse_coo_tensor_with_dims_and_tensors", program=_refuse_sparse)
+rule("_sparse_coo_tensor_with_dims_and_tensors", program=_refuse_sparse, unoffered="all: a sparse tensor has no layout")
 
 # ── bags ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -66,4 +66,4 @@ def _of_something(call: Call, wants: Sequence[Layout]) -> Kernel | None:
 
 _transform = partial(rule, whole="[]", linear=((0,),), function=_stepwise, kernel=_of_something)
 _transform("_fft_c2c _fft_r2c _fft_c2r", "...[dim] -> ...[dim]")
-rule("_conj_physical", "... -> ...", linear=((0,),))
+rule("_conj_physical", "... -> ...", linear=((0,),), passes="product")

@@ -99,5 +99,6 @@ rule("cholesky_solve", function=partial(_sides, "... r k, ... m n -> ... r k", 0
 
 # ── distances ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-rule("_cdist_forward _euclidean_dist", "... i n, ... j n -> ... i j", whole="n", lost=None)
-rule("_cdist_backward", "... i j, ... i n, ... j n, ... i j -> ... i n", whole="n", linear=((0,),))
+rule("_cdist_forward _euclidean_dist", "... i n, ... j n -> ... i j", whole="n", lost=None, unoffered="cut: of one norm only")
+_CUT_ALIKE = "cut: the distances are cut like their gradient"
+rule("_cdist_backward", "... i j, ... i n, ... j n, ... i j -> ... i n", linear=((0,),), unoffered=_CUT_ALIKE)

@@ -285,4 +285,4 @@ def _synchronized(tools: Any, op: Any, x: Any, *rest: Any) -> Any:
     )
 
 
-rule("batch_norm_stats", program=_synchronized)
+rule("batch_norm_stats", program=_synchronized, unoffered="all: batch norm does it")

@@ -78,7 +78,7 @@ def _windows(call: Call) -> Proposal | None:
     rows, windows = list(layout.dims), [*layout.dims[: plane.start], *((whole(pooled[d]),) for d in plane)]
     for d in free:
         (rows[d], windows[d]) = _dealt(layout.dims[d][0], stride[d - plane.start], pooled[d])
-    linear = not backward and len(call.results) == 1
+    linear = not backward and len(call.results) == 1 and layout.dtype.is_floating_point
     pending = [(axis, kind) for axis, kind in layout.partials if linear and kind in ("sum", "avg")]
     wants = [t.replace(dims=windows, partials=()) for t in call.tensors]
     at = call.tensor_names.index("self")
@@ -191,7 +191,8 @@ def planes(names: str, text: str, counts: str = "23", **words: Any) -> None:
     for count in counts:
         x, y = _LETTERS[count]
         sentence = text.replace("x", x).replace("y", y)
-        spatial(names.replace("#", count), sentence, whole=frozenset("dhwepqr"), lost=None, **words)
+        reason = "sum max min product: the input is read for its shape alone" if "y, x" in text else ""
+        spatial(names.replace("#", count), sentence, whole=frozenset("dhwepqr"), lost=None, unoffered=reason, **words)
 
 
 def _scatter_back(tools: Any, op: Any, grad: Any, x: Any, *rest: Any) -> Any:
@@ -200,7 +201,7 @@ def _scatter_back(tools: Any, op: Any, grad: Any, x: Any, *rest: Any) -> Any:
     return flat.view(x.shape)
 
 
-planes("avg_pool#d", "x -> y", linear=((0,),), function=_windows)
+planes("avg_pool#d", "x -> y", linear=((0,),), rounds=True, function=_windows)
 planes("avg_pool#d_backward", "y, x -> x", linear=((0,),), function=_windows_back)
 planes("max_pool#d_with_indices", "x -> y, y", function=_windows)
 planes("max_pool#d_with_indices_backward", "y, x, y -> x", linear=((0,),), function=_windows_back)

@@ -108,7 +108,7 @@ def _own_size(patterns: Patterns, call: Call, wants: Sequence[Layout]) -> Kernel
 
 
 _PLANES = "n c ... -> n c ..."
-_interpolation = partial(spatial, text=_PLANES, whole="...", linear=((0,),))
+_interpolation = partial(spatial, text=_PLANES, whole="...", linear=((0,),), rounds=True)
 _gradient = partial(rule, text=_PLANES, whole="...", linear=((0,),), kernel=partial(_own_size, parse(_PLANES)))
 _NEAREST = "upsample_nearest1d upsample_nearest2d upsample_nearest3d "
 _NEAREST += "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"

@@ -34,6 +34,7 @@ UNCHECKED = (
     "_index_put_impl",
     "_reshape_alias",
     "as_strided",
+    "embedding_bag",
     "embedding_dense_backward",
     "nll_loss",
     "dot_product",
