@@ -3,7 +3,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: demo test lint bench bench-moves bench-step clean
+.PHONY: demo test lint verify coverage bench bench-moves bench-step clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
@@ -15,6 +15,12 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+verify: $(READY)
+	$(BIN)/python -m shardwise verify --workers $(WORKERS)
+
+coverage: $(READY)
+	$(BIN)/python -m shardwise verify --coverage docs/coverage.md --workers $(WORKERS)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/dispatch.py

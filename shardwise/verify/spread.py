@@ -103,7 +103,7 @@ def split(x: Tensor, kind: str, ranks: int, turn: int = 0) -> list[Tensor]:
     """What each of some ranks holds of a value that is pending.
 
     >>> split(torch.tensor([1.0, 2.0]), "max", 2)
-    [tensor([ 1., -1.]), tensor([-1.,  2.])]
+    [tensor([1.0000, 1.6250]), tensor([-1.,  2.])]
     """
     if ranks == 1:
         return [x.clone()]

@@ -26,7 +26,7 @@ from shardwise.verify.operators import Sweep, Verdict, check_operator
 from shardwise.verify.report import check_rules
 from shardwise.verify.samples import operators
 from shardwise.verify.sound import check
-from shardwise.verify.spread import reduced, split
+from shardwise.verify.spread import reduced, split, spread
 
 aten = torch.ops.aten
 COVERAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
@@ -81,6 +81,14 @@ def test_splits_add_up_exactly(kind: str) -> None:
         pieces = split(x, kind, ranks)
         torch.testing.assert_close(reduced(pieces, kind), x, rtol=0, atol=0, equal_nan=True)
         assert ranks == 1 or not torch.equal(pieces[0], pieces[1])
+
+
+def test_axes_never_leave_a_tensor_pending_in_two_ways() -> None:
+    x, index = torch.randn(4, 3), torch.tensor([[2, 0, 1]] * 4)
+    mesh = sw.init_mesh(a=2, b=2)
+    for placements in ([Partial("product"), Shard(1)], [Shard(1), Partial("max")]):
+        out = torch.gather(spread(x, mesh, placements), 1, index)
+        torch.testing.assert_close(out.full_tensor(), x.gather(1, index))
 
 
 # ── operators ──
