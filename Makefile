@@ -3,7 +3,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: demo test test-slow lint bench bench-moves bench-step clean
+.PHONY: demo test test-slow lint verify coverage bench bench-moves bench-step clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
@@ -18,6 +18,12 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+verify: $(READY)
+	$(BIN)/python -m shardwise verify --workers $(WORKERS)
+
+coverage: $(READY)
+	$(BIN)/python -m shardwise verify --coverage docs/coverage.md --workers $(WORKERS)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/dispatch.py

@@ -58,6 +58,7 @@ __all__ = [
     "job_store",
     "keep_alive",
     "known",
+    "knows_conjugates",
     "make_wrapper",
     "new_group",
     "no_dispatch",
@@ -94,6 +95,18 @@ below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 
 #: How many dispatch modes (tracers, say) see the operators that run now; no public function tells.
 dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+
+#: Given a key and False: in the block operators see that key again, which dispatch to a subclass hides from what it calls.
+_excludes: Any = torch._C._SetExcludeDispatchKeyGuard
+
+
+@contextlib.contextmanager
+def knows_conjugates() -> Iterator[None]:
+    """In the block a tensor that is marked as a conjugate or a negative is read as one: for operators that make such tensors
+    themselves, and run where dispatch to a subclass has hidden that."""
+    with _excludes(torch._C.DispatchKey.Conjugate, False), _excludes(torch._C.DispatchKey.Negative, False):
+        yield
+
 
 #: Whether two tensors share memory, also of those that have none of their own while a program is traced.
 is_alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]

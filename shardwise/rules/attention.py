@@ -164,11 +164,7 @@ _attention(
     whole="e s f l m c r" + DROPPED,
     linear=((0,),),
 )
-_attention(
-    "_scaled_dot_product_fused_attention_overrideable",
-    f"{QKV}, b h l s -> b h l f, b h l, =, =, =",
-    whole="e s f l",
-)
+_attention("_scaled_dot_product_fused_attention_overrideable", f"{QKV}, b h l s -> b h l f, b h l, =, =, =", whole="e s f l")
 _attention(
     "_scaled_dot_product_fused_attention_overrideable_backward",
     f"b h l f, {QKV}, b h l s, b h l f, b h l, c, c, r, r -> b h l e, b h s e, b h s f, b h l s",

@@ -122,13 +122,7 @@ def _dense_only(call: Call) -> Proposal | None:
     return Proposal((), (), program=_refuse_sparse) if call["sparse"] else None
 
 
-rule(
-    "_embedding_bag_backward",
-    "b d, i, o, i, q, m d, i -> v d",
-    linear=((0,),),
-    whole="b i o q m",
-    function=_dense_only,
-)
+rule("_embedding_bag_backward", "b d, i, o, i, q, m d, i -> v d", linear=((0,),), whole="b i o q m", function=_dense_only)
 rule("_embedding_bag_dense_backward", "b d, i, i, q, m d, i -> v d", linear=((0,),), whole="b i q m")
 rule(
     "_embedding_bag_per_sample_weights_backward",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import knows_conjugates
 from ..layout import Layout, contiguous_stride
 from .notation import Call, Kernel, KernelMaker, Proposal, Rule, parse
 from .table import rule
@@ -41,6 +42,17 @@ def _as_shown(call: Call, wants: Sequence[Layout]) -> Kernel:
     return run
 
 
+def _with_conjugates(call: Call, wants: Sequence[Layout]) -> Kernel:
+    """The operator, which takes conjugates on its way."""
+    op = call.op
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with knows_conjugates():
+            return op(*args, **kwargs).resolve_conj()
+
+    return run
+
+
 def _on_all(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     mesh = tools.mesh(*args)
     return op(*(tools.replicated(x, mesh, tools.operator) if isinstance(x, torch.Tensor) else x for x in args), **kwargs)
@@ -57,7 +69,7 @@ _of_matrix("linalg_eig", "... m n -> ... p, ... m n")
 _of_matrix("linalg_eigvals", "... m n -> ... p")
 _of_matrix("_linalg_det", "... m n -> ..., ... m n, ... p", kernel=_as_shown)
 _of_matrix("_linalg_slogdet", "... m n -> ..., ..., ... m n, ... p", kernel=_as_shown)
-_of_matrix("linalg_pinv.atol_rtol_tensor", "... m n, ..., ... -> ... n m")
+_of_matrix("linalg_pinv.atol_rtol_tensor", "... m n, ..., ... -> ... n m", kernel=_with_conjugates)
 _of_matrix("lu_unpack", "... m n, ... p -> ... m r, ... r k, ... k n")
 _of_matrix("linalg_householder_product", "... m n, ... p -> ... m n")
 _of_matrix("ormqr", "... m n, ... p, ... r k -> ... r k")

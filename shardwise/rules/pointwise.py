@@ -52,7 +52,7 @@ rule(
     "..., ... -> ...",
     unoffered=JOINTLY,
 )
-rule("copysign fmax fmin ge gt le lt", "..., ... -> ...", unoffered=NAN)
+rule("copysign fmax fmin ge gt le lt", "..., ... -> ...", unoffered=f"{NAN}; sum: of few values only")
 rule("igamma igammac special_zeta", "..., ... -> ...", unoffered=f"{DOMAIN}; max: likewise")
 rule("nextafter", "..., ... -> ...", unoffered="sum max min product: neighbours of summands are none of the sum")
 rule("pow", "..., ... -> ...", unoffered=f"sum product: powers of parts overflow, or have no value; {TURNED}")
@@ -76,7 +76,7 @@ rule("__rshift__ __irshift__ bitwise_right_shift", "..., ... -> ...", passes="up
 rule("add.Scalar sub.Scalar", "..., ... -> ...", passes="up float")
 rule("logaddexp logaddexp2", "..., ... -> ...", passes=("up", "up"), unoffered=JOINTLY)
 rule("maximum clamp_min.Tensor", "..., ... -> ...", passes=("up", "up"), together="max")
-rule("minimum clamp_max.Tensor", "..., ... -> ...", passes=("up", "up"), together="min")
+rule("minimum clamp_max.Tensor", "..., ... -> ...", passes=("up", "up"), together="min", unoffered=JOINTLY)
 rule("clamp.Tensor", "..., ..., ... -> ...", passes=("up", "up", "up"), unoffered=JOINTLY)
 rule("masked_fill.Scalar", "..., ... -> ...", passes="up", unoffered="sum product max min: only of some values and masks")
 
@@ -86,10 +86,7 @@ rule("neg", "... -> ...", linear=((0,),), passes="down float")
 rule("conj_physical", "... -> ...", linear=((0,),), passes="product")
 rule("deg2rad rad2deg", "... -> ...", linear=((0,),), passes="up")
 rule(
-    "__lshift__ __ilshift__ bitwise_left_shift",
-    "..., ... -> ...",
-    linear=((0,),),
-    unoffered="max min: bits may be shifted out",
+    "__lshift__ __ilshift__ bitwise_left_shift", "..., ... -> ...", linear=((0,),), unoffered="max min: bits may be shifted out"
 )
 # In both arguments together.
 rule("add.Tensor sub.Tensor", "..., ... -> ...", linear=((0, 1),), passes="up float", unoffered=TURNED)

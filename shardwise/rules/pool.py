@@ -181,9 +181,11 @@ def _renumbered(index: Tensor, before: Sequence[int], shift: Sequence[Tensor], a
 
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-
 #: For one, two and three spatial dims: the letters of a plane, and of what is made from it.
 _LETTERS = {"1": ("n c w", "n c q"), "2": ("n c h w", "n c p q"), "3": ("n c d h w", "n c e p q")}
+
+
+_BY_SHAPE = "sum max min product: the input is read for its shape alone; cut: only planes that are not padded along a dim"
 
 
 def planes(names: str, text: str, counts: str = "23", **words: Any) -> None:
@@ -191,8 +193,8 @@ def planes(names: str, text: str, counts: str = "23", **words: Any) -> None:
     for count in counts:
         x, y = _LETTERS[count]
         sentence = text.replace("x", x).replace("y", y)
-        reason = "sum max min product: the input is read for its shape alone" if "y, x" in text else ""
-        spatial(names.replace("#", count), sentence, whole=frozenset("dhwepqr"), lost=None, unoffered=reason, **words)
+        words = {"whole": frozenset("dhwepqr"), "lost": None, "unoffered": _BY_SHAPE if "y, x" in text else "", **words}
+        spatial(names.replace("#", count), sentence, **words)
 
 
 def _scatter_back(tools: Any, op: Any, grad: Any, x: Any, *rest: Any) -> Any:
@@ -208,7 +210,7 @@ planes("max_pool#d_with_indices_backward", "y, x, y -> x", linear=((0,),), funct
 planes("_adaptive_avg_pool#d", "x -> y", linear=((0,),))
 planes("_adaptive_avg_pool#d_backward", "y, x -> x", linear=((0,),), function=by_shape)
 planes("adaptive_max_pool#d", "x -> y, y")
-planes("fractional_max_pool#d", "x, n c r -> y, y")
+planes("fractional_max_pool#d", "x, n c r -> y, y", unoffered="cut: the random numbers are cut alike")
 planes("adaptive_max_pool#d_backward", "y, x, y -> x", linear=((0,),), function=by_shape)
 spatial(
     "fractional_max_pool2d_backward", "n c p q, n c h w, n c p q -> n c h w", whole="h w p q", linear=((0,),), function=by_shape

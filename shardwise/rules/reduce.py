@@ -209,7 +209,13 @@ def _logsumexp(tools: Any, op: Any, x: Any, dim: Dims, keepdim: bool = False) ->
     return cast(total + (top if keepdim else aten.squeeze.dims(top, dims)), dtype)
 
 
-rule("logsumexp", "...[dim] -> ...", whole="[]", program=_logsumexp)
+rule(
+    "logsumexp",
+    "...[dim] -> ...",
+    whole="[]",
+    program=_logsumexp,
+    unoffered="cut: a max does only where one element outweighs the others",
+)
 
 
 def moments(tools: Any, x: Any, dims: list[int]) -> tuple[Any, Any]:

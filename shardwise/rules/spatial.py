@@ -223,8 +223,9 @@ def _grid_backward(inputs: str, call: Call) -> Rule:
 
 spatial("grid_sampler_2d", "n c H W, n p q Z -> n c p q", whole="H W Z", linear=((0,),))
 spatial("grid_sampler_3d", "n c D H W, n o p q Z -> n c o p q", whole="D H W Z", linear=((0,),))
-rule("grid_sampler_2d_backward", function=partial(_grid_backward, "n c p q, n c H W, n p q Z"))
-rule("grid_sampler_3d_backward", function=partial(_grid_backward, "n c o p q, n c D H W, n o p q Z"))
+_ONE = "sum: in one of the results only"
+rule("grid_sampler_2d_backward", function=partial(_grid_backward, "n c p q, n c H W, n p q Z"), unoffered=_ONE)
+rule("grid_sampler_3d_backward", function=partial(_grid_backward, "n c o p q, n c D H W, n o p q Z"), unoffered=_ONE)
 #: torch cannot tell the shapes of these without data; on a device they stand for bilinear sampling between aligned corners.
 rule("cudnn_grid_sampler", program=lambda tools, op, x, grid: aten.grid_sampler_2d(x, grid, 0, 0, True))
 rule(

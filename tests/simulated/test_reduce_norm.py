@@ -126,7 +126,10 @@ def _increasing(name: str) -> Callable[..., Any]:
     return lambda x: packet(x, *numbers)
 
 
-@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.passes in ("up", "down")])
+ORDERED = [name for name, row in TABLE.items() if row.passes in ("up", "down") and len(row.inputs) == 1]
+
+
+@pytest.mark.parametrize("name", [name for name in ORDERED if name != "aten.bitwise_not"])  # floats only
 @pytest.mark.parametrize("kind", ["max", "min"])
 def test_a_pending_extreme_passes(name: str, kind: str) -> None:
     x = torch.linspace(-2, 2, 10).view(5, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise import Replicate, Shard
+from shardwise import Partial, Replicate, Shard
 from shardwise.__main__ import main
 from shardwise.dispatch import forget
 from shardwise.errors import CommunicationError, OperatorError
@@ -25,7 +26,7 @@ from shardwise.verify.operators import Sweep, Verdict, check_operator
 from shardwise.verify.report import check_rules
 from shardwise.verify.samples import operators
 from shardwise.verify.sound import check
-from shardwise.verify.spread import reduced, split
+from shardwise.verify.spread import reduced, split, spread
 
 aten = torch.ops.aten
 COVERAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
@@ -82,6 +83,14 @@ def test_splits_add_up_exactly(kind: str) -> None:
         assert ranks == 1 or not torch.equal(pieces[0], pieces[1])
 
 
+def test_axes_never_leave_a_tensor_pending_in_two_ways() -> None:
+    x, index = torch.randn(4, 3), torch.tensor([[2, 0, 1]] * 4)
+    mesh = sw.init_mesh(a=2, b=2)
+    for placements in ([Partial("product"), Shard(1)], [Shard(1), Partial("max")]):
+        out = torch.gather(spread(x, mesh, placements), 1, index)
+        torch.testing.assert_close(out.full_tensor(), x.gather(1, index))
+
+
 # ── operators ──
 
 
@@ -103,7 +112,7 @@ def test_a_wrong_operator_is_found(table: dict[str, object]) -> None:
 
 def _task(name: str) -> str:
     if name == "abort":
-        os.abort()
+        os.kill(os.getpid(), signal.SIGKILL)
     while name == "hang":
         pass
     if name == "fault":
