@@ -154,18 +154,11 @@ _scatter("scatter.reduce", "...[dim=s], ...[dim=t], ...[dim=t] -> ...[dim=s]", w
 _scatter("scatter_reduce", "...[dim=s], ...[dim=t], ...[dim=t] -> ...[dim=s]", whole="t", lost=None)
 _scatter("scatter_add", "...[dim=s], ...[dim=t], ...[dim=t] -> ...[dim=s]", linear=((0, 2),))
 
-_rows("index_add", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", linear=((0, 2),), kernel=_write, unoffered=WRITTEN)
-_rows(
-    "index_copy",
-    "...[dim=s], t, ...[dim=t] -> ...[dim=s]",
-    linear=((0, 2),),
-    kernel=_write,
-    whole="t",
-    lost=None,
-    unoffered=WRITTEN,
-)
-_rows("index_reduce", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", kernel=_write, whole="t", lost=None, unoffered=WRITTEN)
-_rows("index_fill", "...[dim=s], t, v -> ...[dim=s]", kernel=_write, whole="t", lost=None, unoffered=WRITTEN)
+_written = partial(_rows, kernel=_write, unoffered=WRITTEN)
+_written("index_add", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", linear=((0, 2),))
+_written("index_copy", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", linear=((0, 2),), whole="t", lost=None)
+_written("index_reduce", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", whole="t", lost=None)
+_written("index_fill", "...[dim=s], t, v -> ...[dim=s]", whole="t", lost=None)
 
 
 def _put(tools: Any, op: Any, x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
