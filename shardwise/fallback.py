@@ -6,12 +6,13 @@ Each is a program on DTensors: `program(tools, func, *args, **kwargs)`. The last
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._torch import composite, decompositions, overloads, schema
+from ._torch import composite, decompositions, knows_conjugates, overloads, schema, tree_map_only
 from .comm import check, door, note_decomposed, note_fallback
 from .errors import OperatorError
 from .layout import make_layout
@@ -112,7 +113,7 @@ def gather(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
 
     given = {**dict(zip(facts.names, args, strict=False)), **kwargs}
     fresh = {name: _fresh(gathered(v)) if name in facts.written else gathered(v) for name, v in given.items()}
-    outs = func(**fresh)
+    outs = door(mesh).each(partial(_aware, func, tuple(fresh)), mesh, *fresh.values())
     for name in facts.written:
         _write_back(tools, given[name], fresh[name], mesh)
     if facts.written and any(facts.returns):
@@ -130,6 +131,19 @@ def _apart(x: Tensor) -> Tensor:
     """The same with gaps. What some operators give depends on whether an argument is contiguous, and their gradients ask the
     DTensor that: the determinant keeps the factors of a matrix, or of its transpose."""
     return x.new_empty((*x.shape, 2))[..., 0].copy_(x)
+
+
+def _aware(func: Any, names: tuple[str, ...], *values: Any) -> Any:
+    """The operator on whole tensors; of complex ones it may take lazy conjugates on its way."""
+    given = dict(zip(names, values, strict=True))
+    if not any(isinstance(value, Tensor) and value.is_complex() for value in values):
+        return func(**given)
+    with knows_conjugates():
+        return tree_map_only(Tensor, _resolved, func(**given))
+
+
+def _resolved(x: Tensor) -> Tensor:
+    return x.resolve_conj().resolve_neg()
 
 
 def _moved(tools: Any, given: dict[str, Any]) -> bool:

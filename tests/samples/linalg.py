@@ -71,7 +71,7 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten.linalg_eigvals": [sample(aten.linalg_eigvals, SQUARE)],
     "aten._linalg_det": [sample(torch.linalg.det, SQUARE)],
     "aten._linalg_slogdet": [sample(torch.linalg.slogdet, SQUARE)],
-    "aten.linalg_pinv.atol_rtol_tensor": [sample(torch.linalg.pinv, TALL)],
+    "aten.linalg_pinv.atol_rtol_tensor": [sample(torch.linalg.pinv, TALL), sample(torch.linalg.pinv, TALL * (1 + 0.5j))],
     "aten.lu_unpack": [
         sample(torch.lu_unpack, LU, PIVOTS),
         sample(lambda a, p: torch.lu_unpack(a, p, unpack_pivots=False)[1:], LU, PIVOTS),

@@ -237,3 +237,18 @@ def test_a_local_tensor_that_cannot_be_viewed_is_copied_and_followed() -> None:
         equal(flat, x.view(-1), "follows")
         with pytest.raises(sw.OperatorError, match="would not reach the tensor"):
             flat.add_(1)
+
+
+@pytest.mark.parametrize("kind", ["product", "max"])
+def test_pairs_of_what_is_not_a_sum(kind: str) -> None:
+    """The parts of a product of complex numbers are not the products of their parts."""
+    mesh = sw.init_mesh(a=2)
+    pieces = [torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([0.5 - 1j, 2 + 2j])]
+    if kind == "product":
+        spread = sw.DTensor.from_local(sw.Bundle(pieces), mesh, [sw.Partial(kind)])
+        torch.testing.assert_close(torch.view_as_real(spread).full_tensor(), torch.view_as_real(pieces[0] * pieces[1]))
+    else:
+        pairs = [torch.view_as_real(piece) for piece in pieces]
+        spread = sw.DTensor.from_local(sw.Bundle(pairs), mesh, [sw.Partial(kind)])
+        want = torch.view_as_complex(torch.maximum(*pairs))
+        torch.testing.assert_close(torch.view_as_complex(spread).full_tensor(), want)

@@ -179,3 +179,9 @@ def test_synchronized_batch_norm_is_told_apart() -> None:
     )
     module = nn.SyncBatchNorm(3)  # outside a job it is plain batch norm
     assert isinstance(module(x), DTensor)
+
+
+def test_averages_of_integers_are_rounded_once() -> None:
+    x = torch.tensor([[-8, 6], [0, 5]])[None]
+    for function in (lambda t: F.avg_pool2d(t, 2), lambda t: F.avg_pool2d(t, 2, 1, divisor_override=-2)):
+        equal(function(distributed(x, MESHES["2"], [Partial()])), function(x), "average")
