@@ -3,13 +3,16 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: demo test lint verify coverage bench bench-moves bench-step clean
+.PHONY: demo test test-slow lint verify coverage bench bench-moves bench-step clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
 
 test: lint
 	$(BIN)/python -m pytest tests shardwise --doctest-modules -n $(WORKERS) --dist loadgroup
+
+test-slow: lint
+	$(BIN)/python -m pytest tests shardwise --doctest-modules -n $(WORKERS) --dist loadgroup --slow
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """Shardwise: distributed tensors that mean what one device means."""
 
+from . import flex  # noqa: F401  teaches torch, when imported
 from .comm import Bundle, communication, init_mesh, simulate, trace_comm
 from .comm.calibrate import calibrate
 from .compiled import Program, capture, compile, compile_report, load_artifacts, save_artifacts
@@ -13,7 +14,7 @@ from .errors import (
     ShardwiseError,
     WorldError,
 )
-from .factories import empty, full, ones, rand, randn, zeros
+from .factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from .identity import VERSION as __version__  # noqa: F401  known by this name
 from .layout import Layout
 from .layout import make_layout as layout
@@ -59,7 +60,9 @@ __all__ = [
     "ones",
     "plan",
     "rand",
+    "randint",
     "randn",
+    "randperm",
     "relabel",
     "rule",
     "save_artifacts",

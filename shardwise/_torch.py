@@ -45,13 +45,20 @@ __all__ = [
     "constant_type",
     "decompositions",
     "dispatch_modes",
+    "flex_operators",
     "hint",
+    "in_order",
     "inductor_pass",
     "inductor_settings",
+    "is_alias",
+    "is_batched",
+    "is_decomposing",
     "is_kept",
+    "is_traced_whole",
     "job_store",
     "keep_alive",
     "known",
+    "knows_conjugates",
     "make_wrapper",
     "new_group",
     "no_dispatch",
@@ -89,11 +96,44 @@ below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 #: How many dispatch modes (tracers, say) see the operators that run now; no public function tells.
 dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 
+#: Given a key and False: in the block operators see that key again, which dispatch to a subclass hides from what it calls.
+_excludes: Any = torch._C._SetExcludeDispatchKeyGuard
+
+
+@contextlib.contextmanager
+def knows_conjugates() -> Iterator[None]:
+    """In the block a tensor that is marked as a conjugate or a negative is read as one: for operators that make such tensors
+    themselves, and run where dispatch to a subclass has hidden that."""
+    with _excludes(torch._C.DispatchKey.Conjugate, False), _excludes(torch._C.DispatchKey.Negative, False):
+        yield
+
+
+#: Whether two tensors share memory, also of those that have none of their own while a program is traced.
+is_alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+
 #: Runs an operator on a wrapper itself, not on what it wraps: how the sizes of a wrapper change in place.
 no_dispatch: Any = torch._C._DisableTorchDispatch
 
 #: The compiled function under an overload: calling it saves a Python frame.
 raw_call: Any = attrgetter("_op")
+
+
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether a tensor is many at once, by `vmap` or by `is_grads_batched`: only its dispatch keys tell."""
+    return "Batched" in repr(torch._C._dispatch_keys(x))
+
+
+def is_traced_whole(x: torch.Tensor) -> bool:
+    """Whether `make_fx` is at work and follows this tensor, of whatever class, as one value: its own table tells."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return mode is not None and x in mode.tracer.tensor_tracker
+
+
+def flex_operators() -> list[tuple[Any, Callable[..., Any]]]:
+    """The operators of flex attention, each with what it means in terms of others. They take functions, so they have no schema,
+    and ask each class of tensors for a function of its own."""
+    found: Any = importlib.import_module("torch._higher_order_ops.flex_attention")
+    return [(found.flex_attention, found.math_attention), (found.flex_attention_backward, found.sdpa_dense_backward)]
 
 
 class _Reached(Exception):
@@ -412,6 +452,23 @@ def rebuilt(size: Any, known_sizes: Iterable[Any]) -> Any:
 
     found = build(size.node.expr) if isinstance(size, torch.SymInt) else size
     return size if found is None else found
+
+
+def is_decomposing() -> bool:
+    """Whether what is traced is for a compiler that wants operators in small pieces, to fuse them: `gelu_backward`, say."""
+    module = importlib.import_module("torch.fx.experimental.proxy_tensor")
+    holder, name = (module.get_proxy_mode(), "decomposition_table") if HAS_KEYS else (module, "CURRENT_DECOMPOSITION_TABLE")
+    return torch.ops.aten.gelu_backward.default in getattr(holder, name, ())
+
+
+def in_order(operator: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
+    """What an operator gives that takes its own last result in the same trace, so that its calls stay in order. What one trace
+    has in common is the mode that sees its operators; the first of the traces of a function has none, and needs no order."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    found = operator(getattr(mode, "shardwise_last", None))
+    if mode is not None:
+        mode.shardwise_last = found
+    return found
 
 
 # ── graph passes ──

@@ -9,10 +9,11 @@ from torch import SymInt, Tensor
 
 from ._torch import probe, quick_call
 from .errors import MeshError
-from .layout import Layout
+from .layout import Layout, contiguous_stride
 from .memo import new_cache
 from .mesh import Mesh
 from .rules.notation import Call, Result
+from .rules.table import find
 from .signature import Signature, signature
 from .tools import local_on
 
@@ -106,7 +107,11 @@ def bind(func: Any, facts: Signature, given: Arguments) -> Call:
     order = {(id(holder), at): i for i, (holder, at) in enumerate(given.places)}
     slots = tuple(_slot(facts, name, given, order) for name in facts.tensors)
     written = slots[0] if facts.in_place else None
-    results = _on_one_device(func, arguments) if facts.returns else ()
+    row = find(func)
+    if row is not None and row.gives is not None:
+        results = tuple(Result(tuple(shape), contiguous_stride(shape), dtype) for shape, dtype in row.gives(arguments))
+    else:
+        results = _on_one_device(func, arguments) if facts.returns else ()
     return Call(func, facts.name, arguments, tuple(given.layouts), slots, results, facts.tensors, written)
 
 

@@ -1,8 +1,8 @@
 """decide(call): which layouts an operator's tensors should have, which its results then have, and what runs on each rank. Pure.
 
 A rule speaks of one mesh axis; here it is lifted to a mesh axis by axis, so the work grows with the number of axes, not with
-their product. For each axis the cheapest of a few candidates is taken: cut a letter that some input is already cut by, let a
-pending value pass, or replicate.
+their product. For each axis the cheapest of a few candidates is taken: cut a letter that some input is already cut by (or one
+beside it, if it has to be whole), let a pending value pass, or replicate.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ def _output_labels(rule: Rule, call: Call, pattern: Any, named: list[tuple[str, 
 def _linear_sets(rule: Rule, call: Call) -> Iterable[tuple[int, ...]]:
     """The jointly linear sets as indices of tensors; a number in a set makes the operator affine in it, so it is dropped."""
     arguments = [call.arguments[name] for name in call.tensor_names]
-    for group in rule.linear:
+    rounded = rule.rounds and not call.tensors[0].dtype.is_floating_point
+    for group in rule.linear if not rounded else ():
         if not any(slot < len(call.slots) and call.slots[slot] is None and arguments[slot] is not None for slot in group):
             indices = tuple(i for slot in group if slot < len(call.slots) and (i := call.slots[slot]) is not None)
             if indices and additive([*(call.tensors[i].dtype for i in indices), *(r.dtype for r in call.results)]):
@@ -230,7 +231,9 @@ def _choose(rule: Rule, call: Call, bound: Bound, axis: str, others: dict[str, C
     mesh = call.tensors[0].mesh
     ranks, link = mesh.shape[axis], links(mesh)[axis]
     best, least = None, float("inf")
-    for candidate in _candidates(rule, bound, have, plain):  # the first of equals is taken
+    passes = _passes(rule, bound, (state for state in have if isinstance(state, str)))
+    cuts = _cuts(rule, bound, _labels(call, bound, have, ranks))
+    for candidate in (*passes, *cuts, plain):  # the first of equals is taken
         if call.written is not None and not _keeps(candidate, have, call.written):
             continue
         if any(_clash(candidate, other) for other in others.values()):
@@ -251,11 +254,19 @@ def _keeps(candidate: Candidate, have: tuple[State, ...], written: int) -> bool:
     return candidate.wants[written] == have[written] and candidate.results[:1] in ((), (have[written],))
 
 
-def _candidates(rule: Rule, bound: Bound, have: tuple[State, ...], plain: Candidate) -> Iterable[Candidate]:
-    """Let what is pending pass, cut what is cut already, or replicate."""
-    yield from _passes(rule, bound, (state for state in have if isinstance(state, str)))
-    yield from _cuts(rule, bound, (names[s] for names, s in zip(bound.inputs, have, strict=True) if isinstance(s, int)))
-    yield plain
+def _labels(call: Call, bound: Bound, have: tuple[State, ...], ranks: int) -> Iterable[str]:
+    """The labels that the axis may cut: those that it cuts now and, for one that has to be whole, the longest of the others,
+    which costs an exchange where replicating costs a gather."""
+    for tensor, names, state in zip(call.tensors, bound.inputs, have, strict=True):
+        if not isinstance(state, int) or names[state] is None:
+            continue
+        if not _is_whole(bound, names[state]):
+            yield str(names[state])
+            continue
+        others = [(tensor.held(d), label) for d, label in enumerate(names) if label is not None and not _is_whole(bound, label)]
+        longest, label = max(others, key=lambda pair: pair[0], default=(0, ""))
+        if longest >= ranks:
+            yield label
 
 
 def _cuts(rule: Rule, bound: Bound, letters: Iterable[str | None]) -> Iterable[Candidate]:

@@ -277,19 +277,26 @@ def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: Argum
             given.positional[position] = value
         else:
             given.named[known.signature.names[position]] = value
-    body = decision.kernel or known.call
-    if decision.kernel is not None or known.per_rank:
-        world = door(known.mesh)
-        extra = [world.number(item, known.mesh) if isinstance(item, Number) else item for item in decision.extra]
-        local = world.each(_call, known.mesh, body, [*given.positional, *extra], given.named)
-        if facts.in_place:
-            world.each(_write, known.mesh, given.positional[0], local)
-    else:
-        try:
-            local = body(*given.positional, **given.named)
-        except LocalCopy as copied:
-            return sever(wrap(cls, copied.args[1], cast(Layout, decision.results[0])), func, args, kwargs, 0)
+    try:
+        local = _locally(_call, known, given)
+    except LocalCopy:
+        local = _locally(_call_or_copy, known, given)
+        return sever(wrap(cls, local, cast(Layout, decision.results[0])), func, args, kwargs, 0)
     return _results(cls, func, local, known, args, kwargs)
+
+
+def _locally(call: Callable[..., Any], known: Known, given: Arguments) -> Any:
+    """What the ranks find, each by itself where they differ in more than their tensors."""
+    decision = known.decision
+    body = decision.kernel or known.call
+    if decision.kernel is None and not known.per_rank:
+        return call(body, given.positional, given.named)
+    world = door(known.mesh)
+    extra = [world.number(item, known.mesh) if isinstance(item, Number) else item for item in decision.extra]
+    local = world.each(call, known.mesh, body, [*given.positional, *extra], given.named)
+    if known.signature.in_place:
+        world.each(_write, known.mesh, given.positional[0], local)
+    return local
 
 
 def _check_writes(cls: Any, facts: Signature, args: Any, kwargs: Any) -> None:
@@ -313,6 +320,13 @@ def _write(target: Tensor, value: Tensor) -> Tensor:
 
 def _call(kernel: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
     return kernel(*args, **kwargs)
+
+
+def _call_or_copy(body: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    try:
+        return body(*args, **kwargs)
+    except LocalCopy as copied:
+        return copied.args[1]
 
 
 def _results(cls: Any, func: Any, local: Any, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

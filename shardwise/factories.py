@@ -1,5 +1,5 @@
-"""New DTensors from sizes: `zeros`, `ones`, `full`, `empty`, `rand`, `randn`. No rank makes more than its own piece, except of
-random numbers, which are those of the whole tensor whatever the mesh."""
+"""New DTensors from sizes: `zeros`, `ones`, `full`, `empty`, `rand`, `randn`, `randint`, `randperm`. No rank makes more than
+its own piece, except of a permutation; random numbers are those of the whole tensor whatever the mesh."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ import torch
 from torch import Tensor
 
 from .comm import door
+from .counter import Draw
 from .identity import LIBRARY
-from .layout import PerRank, Placements, make_layout, written
+from .layout import Layout, PerRank, Placements, make_layout, written
 from .mesh import Mesh
 from .placement import Replicate
-from .random import Fill, normal, sample, uniform
+from .rules.chance import NORMAL, UNIFORM, draw
 from .tensor import DTensor
 from .tools import Tools, wrap
 
 
 class Want(NamedTuple):
-    """What a new tensor is filled with: a value, or random numbers, or whatever lies in memory."""
+    """What a new tensor is filled with: random numbers of a kind, else one number, else (there is none) what lies in memory."""
 
-    value: Any = None
     draw: str = ""
+    numbers: tuple[Any, ...] = ()
 
 
 def _new(size: Any, mesh: Mesh | Any, placements: Placements | None, dtype: torch.dtype | None, want: Want) -> DTensor:
     shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if torch.compiler.is_compiling():
-        told = (mesh.write(), written(placements), dtype, want.value, want.draw, LIBRARY.key())
+        told = (mesh.write(), written(placements), dtype, want.draw, want.numbers, LIBRARY.key())
         traced: DTensor = torch.ops.shardwise.new(shape, *told)
         return traced
     return made_tensor(shape, Mesh.from_torch(mesh), placements, dtype, want)
@@ -40,18 +41,34 @@ def made_tensor(shape: Sequence[int], mesh: Mesh, placements: Any, dtype: torch.
     """A new tensor."""
     wanted = [Replicate()] * mesh.ndim if placements is None else placements
     layout = make_layout(shape, mesh, wanted, dtype).reduced()
-    if want.draw:
-        drawn: DTensor = Tools(DTensor).distribute(sample(layout.shape, dtype, layout.device, Fill(want.draw)), layout)
-        return drawn
-    local = door(mesh).each(_fill, mesh, PerRank(layout.local_shape), want.value, dtype, layout.device)
-    made: DTensor = wrap(DTensor, local, layout)
-    return made
+    made: Any
+    if want.draw == "permutation":
+        made = _permutation(Tools(DTensor), layout.replace(dtype=torch.int64)).to(dtype)
+    elif want.draw:
+        made = draw(Tools(DTensor), layout, Draw(*want))
+    else:
+        local = door(mesh).each(_fill, mesh, PerRank(layout.local_shape), want.numbers, dtype, layout.device)
+        made = wrap(DTensor, local, layout)
+    new: DTensor = made
+    return new
 
 
-def _fill(shape: tuple[int, ...], value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if value is None:
+def _fill(shape: tuple[int, ...], value: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if not value:
         return torch.empty(shape, dtype=dtype, device=device)
-    return torch.full(shape, value, dtype=dtype, device=device)
+    return torch.full(shape, value[0], dtype=dtype, device=device)
+
+
+def _permutation(tools: Tools, layout: Layout) -> DTensor:
+    """The order of random words: every rank sorts all of them, which is quicker than a sort that communicates."""
+    words = draw(tools, layout.replicated(), Draw("bits"))
+    local = tools.each(_order, layout.mesh, words)
+    moved: DTensor = tools.move(tools.wrap(local, layout.replicated()), layout)
+    return moved
+
+
+def _order(words: Tensor) -> Tensor:
+    return torch.sort(words, stable=True).indices
 
 
 def zeros(
@@ -63,7 +80,7 @@ def zeros(
     >>> zeros(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _new(size, mesh, placements, dtype, Want(0)).requires_grad_(requires_grad)
+    return _new(size, mesh, placements, dtype, Want(numbers=(0,))).requires_grad_(requires_grad)
 
 
 def ones(
@@ -75,7 +92,7 @@ def ones(
     >>> ones(6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(0)}).sum().item()
     6.0
     """
-    return _new(size, mesh, placements, dtype, Want(1)).requires_grad_(requires_grad)
+    return _new(size, mesh, placements, dtype, Want(numbers=(1,))).requires_grad_(requires_grad)
 
 
 def full(
@@ -87,7 +104,7 @@ def full(
     >>> full((2, 3), 7.0, mesh=sw.init_mesh(tp=2)).sum().item()
     42.0
     """
-    return _new((size,), mesh, placements, dtype or torch.tensor(fill_value).dtype, Want(fill_value))
+    return _new((size,), mesh, placements, dtype or torch.tensor(fill_value).dtype, Want(numbers=(fill_value,)))
 
 
 def empty(
@@ -111,7 +128,7 @@ def rand(
     >>> rand(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _new(size, mesh, placements, dtype, Want(draw=uniform.operator)).requires_grad_(requires_grad)
+    return _new(size, mesh, placements, dtype, Want(*UNIFORM)).requires_grad_(requires_grad)
 
 
 def randn(
@@ -123,4 +140,26 @@ def randn(
     >>> randn(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _new(size, mesh, placements, dtype, Want(draw=normal.operator)).requires_grad_(requires_grad)
+    return _new(size, mesh, placements, dtype, Want(*NORMAL)).requires_grad_(requires_grad)
+
+
+def randint(
+    low: int, high: int, size: Any, *, mesh: Mesh, placements: Placements | None = None, dtype: torch.dtype | None = None
+) -> DTensor:
+    """Integers from `low` to less than `high`: the same for a seed on every mesh and in every layout.
+
+    >>> import shardwise as sw
+    >>> randint(3, 4, (2, 6), mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)}).sum().item()
+    36
+    """
+    return _new((size,), mesh, placements, dtype or torch.int64, Want("integer", (low, high - 1)))
+
+
+def randperm(n: int, *, mesh: Mesh, placements: Placements | None = None, dtype: torch.dtype | None = None) -> DTensor:
+    """The integers from 0 to less than `n` in a random order: the same for a seed on every mesh and in every layout.
+
+    >>> import shardwise as sw
+    >>> randperm(5, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(0)}).sort().values.full_tensor()
+    tensor([0, 1, 2, 3, 4])
+    """
+    return _new(((n,),), mesh, placements, dtype or torch.int64, Want("permutation"))

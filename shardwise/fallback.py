@@ -104,6 +104,8 @@ def gather(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     def gathered(value: Any) -> Any:
         if isinstance(value, Tensor):
             local = tools.local(tools.replicated(value, mesh, facts.name))
+            if value.is_contiguous() != local.is_contiguous():
+                local = tools.each(_contiguous if value.is_contiguous() else _apart, mesh, local)
             whole[id(value)] = local
             return local
         return [gathered(item) for item in value] if isinstance(value, list | tuple) else value
@@ -118,6 +120,16 @@ def gather(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         return written[0] if len(written) == 1 else tuple(written)
     results = _wrapped(tools, outs, mesh)
     return _severed(results, func, args, kwargs) if facts.view and _moved(tools, given) else results
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x.contiguous()
+
+
+def _apart(x: Tensor) -> Tensor:
+    """The same with gaps. What some operators give depends on whether an argument is contiguous, and their gradients ask the
+    DTensor that: the determinant keeps the factors of a matrix, or of its transpose."""
+    return x.new_empty((*x.shape, 2))[..., 0].copy_(x)
 
 
 def _moved(tools: Any, given: dict[str, Any]) -> bool:
@@ -166,7 +178,7 @@ def on_plain(tools: Any, func: Any, args: Any, kwargs: Any) -> Any:
     def plain(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return [plain(item) for item in value]
-        return tools.plain(value) if tools.is_distributed(value) else value
+        return tools.plain(value, signature(func).name) if tools.is_distributed(value) else value
 
     outs = func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
     if None not in signature(func).returns:

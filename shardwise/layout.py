@@ -329,6 +329,10 @@ class Layout(metaclass=OpaqueBaseMeta):
         pending = [(unquote(axis), kind) for kind, _, axis in (word.partition("@") for word in partials.split(",") if word)]
         return Layout.of(Mesh.read(mesh), factors, pending, getattr(torch, dtype), [int(n) for n in stride.split(",") if n])
 
+    def settled(self) -> Layout:
+        """This layout: its sizes are numbers."""
+        return self
+
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         """This layout as code of a traced program, and what its names mean."""
         return f"Layout.read({self.write()!r})", {"Layout": Layout}

@@ -1,8 +1,8 @@
 """Random numbers of global tensors: the same on every rank, and on every mesh and layout.
 
-Each random call has a number: how many such calls there were since torch was seeded. A generator made from the seed and that
-number fills the *whole* tensor on every rank, of which a rank keeps its shard: replicas agree, shards differ, and the values do
-not depend on how the tensor is cut.
+Each random call has a number: how many such calls there were since torch was seeded. The seed and that number give two keys,
+and an element's number is a function of these keys and of its index in the global tensor (`shardwise.counter`): replicas agree,
+shards differ, a rank makes no more than its own piece, and values do not depend on how the tensor is cut.
 
 The count lives in the state of torch's default CPU generator, in the field for a cached normal number in single precision,
 which no operator of torch reads or writes (`tests/simulated/test_random.py` tries them all). So the count starts at zero with
@@ -10,27 +10,34 @@ which no operator of torch reads or writes (`tests/simulated/test_random.py` tri
 are left alone by it; and what saves and restores torch's state saves and restores the count: `torch.get_rng_state`,
 `torch.random.fork_rng`, `torch.utils.checkpoint`, which runs a forward pass a second time and must draw the same numbers.
 
->>> _ = torch.manual_seed(0); first = sample((2,), torch.float32, "cpu", uniform)
->>> _ = torch.manual_seed(0); torch.equal(sample((2,), torch.float32, "cpu", uniform), first)
+>>> _ = torch.manual_seed(0); first = next_key()
+>>> _ = torch.manual_seed(0); next_key() == first
 True
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
-from ._torch import tracing_context
+from ._torch import in_order, is_decomposing
+from .counter import Draw, Spans, bits, fill, index, recipe, values
 from .errors import OperatorError
+from .layout import Factor, Layout, contiguous_stride, dense_stride, whole
 
 #: Where the state of a CPU generator holds a cached float, and whether it does; the last fields of 5,056 bytes.
 SIZE, VALUE, VALID = 5056, slice(5048, 5052), 5052
 #: Counts stay finite as floats, so that no copy of the field can change them.
 MOST = 0x7F7FFFFF
+
+Key = tuple[Any, Any]
 
 
 class State(NamedTuple):
@@ -74,8 +81,8 @@ def get_rng_state() -> State:
 def set_rng_state(state: State) -> None:
     """Go on from a state that `get_rng_state` gave, here or in another process. Seeds torch if its seed is another.
 
-    >>> _ = torch.manual_seed(3); state = get_rng_state(); first = sample((2,), torch.float32, "cpu", uniform)
-    >>> set_rng_state(state); torch.equal(sample((2,), torch.float32, "cpu", uniform), first)
+    >>> _ = torch.manual_seed(3); state = get_rng_state(); first = next_key()
+    >>> set_rng_state(state); next_key() == first
     True
     """
     seed, count = state
@@ -84,67 +91,155 @@ def set_rng_state(state: State) -> None:
     _set_count(_torch_state(), count)
 
 
-def next_seed(generator: Generator | None = None) -> int:
-    """A seed for one random call; drawn from `generator` where the user gives one."""
+def next_key(generator: Generator | None = None) -> tuple[int, int]:
+    """The keys of one random call; drawn from `generator` where the user gives one."""
     if generator is not None:
-        return int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))
+        drawn = torch.empty(2, dtype=torch.int64, device=generator.device).random_(generator=generator)
+        return tuple(drawn.tolist())
     state = _torch_state()
     count = _count(state)
     _set_count(state, count + 1)
-    text = f"{torch.initial_seed()}:{count}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    digest = hashlib.blake2b(f"{torch.initial_seed()}:{count}".encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "big", signed=True), int.from_bytes(digest[8:], "big", signed=True)
 
 
-class Fill(NamedTuple):
-    """How random numbers are drawn: an operator, and its numbers after the tensor."""
-
-    operator: str
-    numbers: tuple[float | int | bool, ...] = ()
-
-    def __call__(self, out: Tensor, generator: Generator) -> Tensor:
-        """Fill a tensor."""
-        name, overload = self.operator.split(".")
-        filled = getattr(getattr(torch.ops.aten, name), overload)(out, *self.numbers, generator=generator)
-        return out if filled is out else out.copy_(filled)
+# ── where a piece lies ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-#: Numbers from 0 to 1, and standard normal numbers.
-uniform, normal = Fill("uniform_.default"), Fill("normal_.default")
+class Side(NamedTuple):
+    """One side of the box of indices that a rank holds: its interval of a factor, `times` indices for each, in strides."""
+
+    factor: Factor
+    times: int
+    stride: int
+
+    def start(self, shard: int) -> int:
+        """Where the interval of a shard starts."""
+        return sum(self.factor.sizes[:shard]) * self.times
+
+    def length(self, shard: int) -> int:
+        """How many indices it has."""
+        return self.factor.sizes[shard] * self.times
 
 
-def sample(shape: Sequence[int], dtype: torch.dtype, device: Any, fill: Fill, generator: Generator | None = None) -> Tensor:
-    """A plain tensor that is the same on every rank, filled by `fill`. A traced program draws anew whenever it runs."""
-    if tracing_context() is None:
-        return _sample(shape, dtype, device, fill, generator)
-    if generator is not None:
-        raise OperatorError(
-            f"{fill.operator} with a generator in a compiled function: its state would be part of the program; leave it out, "
-            "and seed with torch.manual_seed"
-        )
-    drawn: Tensor = torch.ops.shardwise.sample(shape, dtype, torch.device(torch.device(device).type), *fill)
-    return drawn
+def sides(layout: Layout) -> list[Side]:
+    """The sides of the boxes of a layout; what lies whole inside a factor is one with it.
+
+    >>> from shardwise import Mesh, Shard, layout
+    >>> [side[1:] for side in sides(layout((4, 6, 5), Mesh(("tp",), (2,), range(2), "cpu", "simulated"), [Shard(1)]))]
+    [(1, 30), (5, 1)]
+    """
+    found: list[Side] = []
+    for dim, last in zip(layout.dims, contiguous_stride(layout.shape), strict=True):
+        for i, factor in enumerate(dim):
+            stride = math.prod([inner.size for inner in dim[i + 1 :]]) * last
+            if found and not factor.axes:
+                outer = found.pop()
+                found.append(Side(outer.factor, outer.times * factor.size, stride))
+            else:
+                found.append(Side(factor, 1, stride))
+    return found or [Side(whole(1), 1, 1)]
 
 
-def _sample(shape: Sequence[int], dtype: torch.dtype, device: Any, fill: Fill, generator: Generator | None = None) -> Tensor:
-    own = Generator(device).manual_seed(next_seed(generator))
-    out = torch.empty(tuple(shape), dtype=dtype, device=device)
-    return fill(out, own)
+def spans(layout: Layout, place: int) -> Spans:
+    """The indices that the rank at a place holds."""
+    several = [(side, layout.shard(side.factor, place)) for side in sides(layout)]
+    facts = [(side.start(shard), side.length(shard), side.stride) for side, shard in several]
+    return Spans(*zip(*facts, strict=True))
 
 
+# ── one rank's piece ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def piece(draw: Draw, layout: Layout, shape: Sequence[int], box: Spans, key: Key, device: torch.device) -> Tensor:
+    """New random numbers: those of a rank's box, in its shape."""
+    out = torch.empty_strided(shape, dense_stride(shape, layout.stride), dtype=layout.dtype, device=device)
+    return fill_piece(out, draw, box, key)
+
+
+def fill_piece(out: Tensor, draw: Draw, box: Spans, key: Key) -> Tensor:
+    """Random numbers into a rank's piece."""
+    if out.device.type == "meta":
+        return out
+    if not out.is_contiguous():
+        return out.copy_(fill_piece(torch.empty_like(out, memory_format=torch.contiguous_format), draw, box, key))
+    kernels = triton_kernels() if out.is_cuda else None
+    if kernels is None or not kernels.fill(out, recipe(draw, out.dtype), box, key):
+        fill(out, draw, box, key)
+    return out
+
+
+def drop_piece(x: Tensor, scale: float, keep: Draw, box: Spans, key: Key) -> tuple[Tensor, Tensor]:
+    """A rank's piece with some elements set to zero and the others scaled, and which those are."""
+    kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    kernels = triton_kernels() if x.is_cuda and x.is_contiguous() else None
+    out = kernels.drop(x, kept, scale, recipe(keep, torch.bool), box, key) if kernels is not None else None
+    if out is None:
+        fill_piece(kept, keep, box, key)
+        out = (x * kept).mul_(scale)
+    return out, kept
+
+
+@functools.cache
+def triton_kernels() -> Any:
+    """The kernels for GPUs, if Triton is here; it takes seconds to import."""
+    module = importlib.import_module(".triton_random", __package__)
+    return module if module.AVAILABLE else None
+
+
+# ── in traced programs ────────────────────────────────────────────────────────────────────────────────────────────────
+
+torch.library.define("shardwise::random_key", "(Tensor? after) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 torch.library.define(
-    "shardwise::sample",
-    "(SymInt[] shape, ScalarType dtype, Device device, str operator, Scalar[] numbers) -> Tensor",
-    tags=(torch.Tag.nondeterministic_seeded,),
+    "shardwise::draw",
+    "(Tensor key, Tensor[] starts, SymInt[] lengths, SymInt[] strides, SymInt[] shape, ScalarType dtype, Device device, "
+    "str kind, Scalar[] numbers) -> Tensor",
 )
 
 
-def _sample_now(shape: Sequence[int], dtype: torch.dtype, device: torch.device, operator: str, numbers: Any) -> Tensor:
-    return _sample(shape, dtype, device, Fill(operator, tuple(numbers)))
+def _key_now(after: Tensor | None) -> Tensor:
+    return torch.tensor(next_key())
 
 
-def _sample_fake(shape: Sequence[int], dtype: torch.dtype, device: torch.device, operator: str, numbers: Any) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
+def _key_fake(after: Tensor | None) -> Tensor:
+    return torch.empty(2, dtype=torch.int64)
 
 
-torch.library.impl("shardwise::sample", "CompositeExplicitAutograd", _sample_now)
-torch.library.register_fake("shardwise::sample", _sample_fake)
+def _draw_now(key: Tensor, starts: Any, lengths: Any, strides: Any, shape: Any, *facts: Any) -> Tensor:
+    dtype, device, kind, numbers = facts
+    box = Spans(tuple(starts), tuple(lengths), tuple(strides))
+    return fill_piece(torch.empty(shape, dtype=dtype, device=device), Draw(kind, tuple(numbers)), box, tuple(key.tolist()))
+
+
+def _draw_fake(key: Tensor, starts: Any, lengths: Any, strides: Any, shape: Any, *facts: Any) -> Tensor:
+    return torch.empty(shape, dtype=facts[0], device=facts[1])
+
+
+torch.library.impl("shardwise::random_key", "CompositeExplicitAutograd", _key_now)
+torch.library.register_fake("shardwise::random_key", _key_fake)
+torch.library.impl("shardwise::draw", "CompositeExplicitAutograd", _draw_now)
+torch.library.register_fake("shardwise::draw", _draw_fake)
+
+
+def traced_key(generator: Generator | None = None) -> Tensor:
+    """The keys of one random call of a traced program, new ones whenever it runs; on the host, where the count is. Each follows
+    the one before, so that no compiler puts them into another order."""
+    if generator is not None:
+        raise OperatorError(
+            "random numbers with a generator in a compiled function: its state would be part of the program; leave it out, and "
+            "seed with torch.manual_seed"
+        )
+    return in_order(torch.ops.shardwise.random_key)
+
+
+def traced_piece(draw: Draw, layout: Layout, shape: Sequence[int], box: Any, key: Tensor, device: torch.device) -> Tensor:
+    """The same as `piece` in a traced program: one operator, or what a compiler that fuses operators needs."""
+    device = torch.device(device.type)
+    made, (starts, lengths, strides) = recipe(draw, layout.dtype), box
+    if not (is_decomposing() and made.fuses):
+        facts = (layout.dtype, device, *draw)
+        drawn: Tensor = torch.ops.shardwise.draw(key, list(starts), lengths, strides, shape, *facts)
+        return drawn
+    there = key.to(device)
+    flat = bits(index(Spans(*box), device), there[0], there[1])
+    return values(made, flat, layout.dtype).view(shape)

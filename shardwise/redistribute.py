@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import torch
 from torch import SymInt, Tensor
 
-from ._torch import collectives, keep_alive
+from ._torch import collectives, is_alias, keep_alive
 from ._tracer import keep_in_their_part
 from .comm import Door, PerRank, door
 from .comm.context import Setting
@@ -37,7 +37,7 @@ from .kernels import (
 )
 from .layout import Layout
 from .memo import memo
-from .mesh import quote
+from .mesh import Mesh, quote
 from .plan import Plan, plan
 from .step import Step
 from .transfer import transfer
@@ -243,26 +243,34 @@ torch.library.define("shardwise::exchange", "(Tensor x, SymInt[] shape, str step
 
 
 def _fresh(out: Tensor, x: Tensor) -> Tensor:
-    """What an operator may give back: no view of what it took."""
+    """What an operator may give back: nothing that shares memory with what it took. Below autograd no view says it is one."""
     out = out.contiguous()
-    return out.clone() if out is x or out._is_view() else out
+    return out.clone() if is_alias(out, x) else out
+
+
+def _own(out: Tensor, x: Tensor, before: Mesh, after: Mesh) -> Tensor:
+    if before is not after:
+        return out.contiguous().clone()
+    given: Tensor = door(after).each(_fresh, after, out, x)
+    return given
 
 
 def _move(x: Tensor, shape: Sequence[int], have: str, want: str, operator: str) -> Tensor:
     before, after = (Form.read(form).layout(shape, x.dtype) for form in (have, want))
     with whole_moves.set(False):
-        return _fresh(run(x, plan(before, after), operator, before.shape), x)
+        return _own(run(x, plan(before, after), operator, before.shape), x, before.mesh, after.mesh)
 
 
 def _step(x: Tensor, shape: Sequence[int], text: str, part: str) -> Tensor:
     step = read(text, tuple(shape), x.dtype)
-    kernel = _kernels(step)[part]
-    return _fresh(door(step.before.mesh).each(kernel[0], step.before.mesh, x, *kernel[1:]), x)
+    kernel, mesh = _kernels(step)[part], step.before.mesh
+    return _own(door(mesh).each(kernel[0], mesh, x, *kernel[1:]), x, mesh, mesh)
 
 
 def _exchange_now(x: Tensor, shape: Sequence[int], text: str) -> Tensor:
     step = read(text, tuple(shape), x.dtype)
-    return _fresh(_RUN[step.kind](x, step, Running(door(step.before.mesh), False, step.before.shape)), x)
+    by = Running(door(step.before.mesh), False, step.before.shape)
+    return _own(_RUN[step.kind](x, step, by), x, step.before.mesh, step.after.mesh)
 
 
 # What they give, where only shapes are asked for. Sizes that are symbols are those of even pieces.

@@ -6,24 +6,25 @@ import functools
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import SymInt, Tensor
 
-from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, base_of, no_torch_function
+from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, base_of, is_batched, no_torch_function
 from .comm import door
 from .comm.trace import current
 from .dispatch import dispatch
-from .errors import LayoutError, OperatorError
+from .errors import OperatorError
 from .form import Form, form_of
 from .identity import LIBRARY, library_key
 from .layout import Factor, Layout, PerRank, Placements, dense_stride, make_layout, restore_layout, written
 from .memo import memo
 from .mesh import Mesh
-from .placement import Placement, Replicate, Shard
+from .placement import Placement, Replicate
 from .plan import plan
 from .redistribute import move, run
+from .targets import assumed_layout, checked_layout, target
 from .tools import maker, with_dims, wrap
 
 
@@ -78,7 +79,7 @@ class DTensor(torch.Tensor):
         if isinstance(placements, Sequence):
             placements = tuple(placements)
         if run_check or isinstance(placements, dict):
-            layout = _checked_layout(local, Mesh.from_torch(mesh), placements, shape, stride)
+            layout = checked_layout(local, Mesh.from_torch(mesh), placements, shape, stride)
         else:
             size = None if shape is None else tuple(shape)
             steps = None if stride is None else tuple(stride)
@@ -114,13 +115,19 @@ class DTensor(torch.Tensor):
         >>> x, x.redistribute(sw.init_mesh(tp=2, ranks=[2, 3]), [Shard(0)])
         (DTensor(f32[4, 4@tp], mesh=(tp=4)), DTensor(f32[4@tp, 4], mesh=(tp=2)))
         """
-        target = _target(self._layout, mesh, placements)
-        if target is self._layout:
+        try:
+            wanted = target(self._layout, mesh, placements)
+        except TypeError:  # uneven pieces of a size that is a symbol: the program holds for the size at hand only
+            if type(self._layout) is Layout:
+                raise
+            self._layout = self._layout.settled()
+            wanted = target(self._layout, mesh, placements)
+        if wanted is self._layout:
             return self
         if self.requires_grad and torch.is_grad_enabled():
-            found: DTensor = _Redistribute.apply(self, target, max_bytes)
+            found: DTensor = _Redistribute.apply(self, wanted, max_bytes)
             return found
-        return wrap(DTensor, move(self._local, self._layout, target, max_bytes=max_bytes), target)
+        return wrap(DTensor, move(self._local, self._layout, wanted, max_bytes=max_bytes), wanted)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
         """The whole tensor as an ordinary one, on every rank of the mesh."""
@@ -136,7 +143,7 @@ class DTensor(torch.Tensor):
     def layout(self) -> Any:  # type: ignore[override]  # torch's own `layout` is an attribute
         """What each rank holds. (torch's own code, which asks how the elements lie in memory, is told: strided.)"""
         asker = sys._getframe(1).f_globals.get("__name__", "")
-        return torch.strided if asker.startswith("torch.") and asker != READS_ATTRIBUTES else self._layout
+        return torch.strided if asker.partition(".")[0] == "torch" and asker != READS_ATTRIBUTES else self._layout
 
     @property
     def _base(self) -> Any:  # type: ignore[override]
@@ -382,6 +389,8 @@ def align_grad(grad: Any, layout: Layout) -> Any:
     if grad is None:  # no gradient flows
         return None
     if not isinstance(grad, DTensor):
+        if is_batched(grad):  # many gradients at once: they go where they are asked for, not into a leaf
+            return grad
         return distribute_tensor(grad, layout.mesh, layout, src_data_rank=None)
     target = _as_cut(grad._layout, layout)
     if grad._layout is target or grad.requires_grad:
@@ -457,74 +466,7 @@ class _ToPlain(torch.autograd.Function):
         return of_pieces(local, ctx.layout), None
 
 
-# ── layouts for the ways in ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _target(have: Layout, mesh: Mesh | Any, placements: Placements | Layout | None) -> Layout:
-    if isinstance(placements, Layout):
-        if mesh is not None and placements.mesh is not Mesh.from_torch(mesh):
-            raise LayoutError(
-                f"redistribute to mesh {Mesh.from_torch(mesh)}: the layout {placements} is on mesh {placements.mesh}"
-            )
-        return placements if placements.stride == have.stride else placements.replace(stride=have.stride)
-    on = have.mesh if mesh is None else Mesh.from_torch(mesh)
-    if isinstance(placements, dict):
-        return make_layout(have.shape, on, placements, have.dtype, have.stride)
-    return _placed(have, on, None if placements is None else tuple(cast(Sequence[Placement], placements)))
-
-
-@memo("targets", limit=4096)
-def _placed(have: Layout, mesh: Mesh, placements: tuple[Placement, ...] | None) -> Layout:
-    wanted = [Replicate()] * mesh.ndim if placements is None else placements
-    return make_layout(have.shape, mesh, wanted, have.dtype, have.stride)
-
-
-@memo("from_local", limit=4096)
-def assumed_layout(local: Any, dtype: torch.dtype, mesh: Any, placements: Any, shape: Any, stride: Any) -> Layout:
-    """The layout of equal pieces, or of the chunks of `shape`."""
-    if isinstance(placements, Layout):
-        return placements
-    mesh = Mesh.from_torch(mesh)
-    if shape is None:
-        size = list(local)
-        for axis, placement in zip(mesh.axes, placements, strict=False):
-            if isinstance(placement, Shard) and -len(size) <= placement.dim < len(size):
-                size[placement.dim] = sum(placement.sizes) if placement.sizes else size[placement.dim] * mesh.shape[axis]
-        shape = tuple(size)
-    return make_layout(shape, mesh, placements, dtype, stride)
-
-
-def _checked_layout(local: Tensor, mesh: Mesh, placements: Any, shape: Any, stride: Any) -> Layout:
-    """The layout that fits the pieces of all ranks, from their shapes; a rank outside the mesh is not told them."""
-    shapes = door(mesh, "from_local").shapes(local, mesh)
-    layout = told = _told_layout(local.dtype, mesh, placements, shape, stride)
-    if shapes and not isinstance(placements, Layout):
-        probe = make_layout(shapes[0], mesh, _unsized(mesh, placements), local.dtype)
-        sizes = [_summed(probe, dim, shapes) for dim in range(probe.ndim)]
-        dims = [[Factor(sum(n), probe.axes_of(dim), tuple(n))] for dim, n in enumerate(sizes)]
-        layout = Layout.of(mesh, dims, probe.partials, local.dtype, stride)
-    if layout is None:
-        raise LayoutError(
-            f"from_local on a rank that is none of the {len(mesh.ranks)} ranks of mesh {mesh}: they do not tell it the shapes "
-            "of their pieces; give shape="
-        )
-    if shape is not None and (told is not layout or tuple(shape) != tuple(layout.shape)):
-        raise LayoutError(
-            f"from_local: the pieces make up {layout}, but shape={list(shape)} was given, which is {told} by these placements; "
-            "leave shape out, or give the size of each shard, as in Shard(0, sizes=(1, 3))"
-        )
-    for place, have in enumerate(shapes):
-        want = layout.local_shape(place)
-        if tuple(have) != want:
-            raise LayoutError(f"from_local: rank {mesh.ranks[place]} gave {list(have)}, {layout} has {list(want)} there")
-    return layout
-
-
-def _told_layout(dtype: torch.dtype, mesh: Mesh, placements: Any, shape: Any, stride: Any) -> Layout | None:
-    """The layout as far as every rank knows it without asking."""
-    if isinstance(placements, Layout):
-        return placements
-    return None if shape is None else make_layout(tuple(shape), mesh, placements, dtype, stride)
+# ── the ways in ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def of_pieces(local: Tensor, layout: Layout) -> DTensor:
@@ -538,17 +480,6 @@ def of_pieces(local: Tensor, layout: Layout) -> DTensor:
 def _owned(local: Tensor, layout: Layout) -> Tensor:
     """What each rank gives, as a local value."""
     return door(layout.mesh).own(local, layout.mesh, PerRank(layout.local_shape))
-
-
-def _unsized(mesh: Mesh, placements: Any) -> Any:
-    if isinstance(placements, dict):
-        return {a: Shard(p.dim) if isinstance(p, Shard) else p for a, p in placements.items()}
-    return [Shard(p.dim) if isinstance(p, Shard) else p for p in placements]
-
-
-def _summed(probe: Layout, dim: int, shapes: Sequence[Sequence[int]]) -> list[int]:
-    """The size of each shard of a dim, major to minor, from the local shapes."""
-    return [shapes[place][dim] for place in probe.mesh.peers(0, probe.axes_of(dim))]
 
 
 def distribute_tensor(

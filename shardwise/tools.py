@@ -131,6 +131,10 @@ class Tools:
         locals_ = [a._local if isinstance(a, self.cls) else a for a in args]
         return door(mesh).each(kernel, mesh, *locals_)
 
+    def number(self, value: PerRank, mesh: Mesh) -> Tensor:
+        """A number of each rank, as a local 0-d tensor."""
+        return door(mesh).number(value, mesh)
+
     def offset(self, layout: Layout, dim: int) -> Tensor:
         """The first global index of a dim on each rank, as a local 0-d tensor."""
         return door(layout.mesh).number(PerRank(lambda place: layout.offset(place)[dim]), layout.mesh)

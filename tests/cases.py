@@ -250,3 +250,77 @@ def random_numbers_are_those_of_the_whole_tensor() -> None:
     for one in drawn[1:]:
         for x, first in zip(one, drawn[0], strict=True):
             assert torch.equal(x.full_tensor(), first.full_tensor())
+
+
+@case(2)
+def windows_dealt_out_along_a_cut_plane() -> None:
+    x = values(1, 2, 5, 7)
+    mesh = sw.init_mesh(dp=2)
+    for dim in (0, 1, 2, 3):
+        gradients(lambda t: F.max_pool2d(F.pad(t, (1, -2, 2, 1)), 2), [x], mesh, [[Shard(dim)]])
+        got = F.max_pool2d(sw.distribute_tensor(x, mesh, [Shard(dim)]), 3, 3, return_indices=True)
+        for one, other in zip(got, F.max_pool2d(x, 3, 3, return_indices=True), strict=True):
+            same(one, other)
+
+
+@case(4)
+def a_small_network_on_images() -> None:
+    """Uneven batches and channels; statistics are those of the whole batch."""
+    mesh = sw.init_mesh(dp=2, tp=2)
+
+    def network(x: Tensor, weight: Tensor, bias: Tensor, each: Tensor) -> Tensor:
+        hidden = F.batch_norm(F.conv2d(x, weight, bias, padding=1), None, None, training=True)
+        return F.conv2d(F.max_pool2d(hidden, 2), each, groups=3).mean((2, 3))
+
+    tensors = [values(3, 2, 6, 6), values(3, 2, 3, 3), values(3), values(3, 1, 2, 2)]
+    placements = [[Shard(0), Replicate()], [Replicate(), Shard(0)], [Replicate(), Shard(0)], [Replicate(), Replicate()]]
+    gradients(network, tensors, mesh, placements)
+
+
+@case(2)
+def lstm_of_a_cut_batch() -> None:
+    torch.manual_seed(0)
+    module, x = nn.LSTM(3, 2, num_layers=2), values(4, 3, 3)
+    want, _ = module(x)
+    got, (state, _) = module(sw.distribute_tensor(x, sw.init_mesh(dp=2), [Shard(1)]))
+    same(got.detach(), want.detach())
+    assert got.placements == state.placements == (Shard(1),)
+
+
+@case(3)
+def orders_counts_and_masks_of_a_cut_dim() -> None:
+    mesh, numbers = sw.init_mesh(tp=3), torch.tensor([3, 0, 5, 5, 1, 0, 3])
+    floats = torch.tensor([0.5, 2.0, 2.0, -1.0, float("nan"), 7.0, 2.0])
+    n, x = (sw.distribute_tensor(t, mesh, [Shard(0)]) for t in (numbers, floats))
+    orders = [(x.cummax(0), floats.cummax(0)), (n.cummin(0), numbers.cummin(0)), (n.median(0), numbers.median(0))]
+    for got, want in ((g, w) for pair in orders for g, w in zip(*pair, strict=True)):
+        torch.testing.assert_close(got.full_tensor(), want, equal_nan=True)
+    same(torch.bincount(n, minlength=4), torch.bincount(numbers, minlength=4))
+    same(n.float().histc(4), numbers.float().histc(4))
+    same(n.nonzero(), numbers.nonzero())
+    assert n[n > 1].placements == (Shard(0, (2, 1, 1)),)
+    same(n[n > 1], numbers[numbers > 1])
+    n[n > 1] = torch.arange(4)
+    numbers[numbers > 1] = torch.arange(4)
+    same(n, numbers)
+    same(n.masked_scatter(n > 0, n), numbers.masked_scatter(numbers > 0, numbers))
+    long = torch.arange(40).roll(7)
+    same(sw.distribute_tensor(long, mesh, [Shard(0)]).topk(3)[1], long.topk(3)[1])
+
+
+def experts_and_rows_of_bags_that_are_cut() -> None:
+    mesh, ends = sw.init_mesh(tp=2), torch.tensor([3, 3, 5], dtype=torch.int32)
+    tokens, experts = values(5, 8), values(3, 8, 8)
+    out = torch.ops.aten._grouped_mm(tokens, sw.distribute_tensor(experts, mesh, [Shard(0)]), ends)
+    same(out, torch.cat([tokens[:3] @ experts[0], tokens[3:] @ experts[2]]))
+    table, words = values(7, 4), torch.tensor([[0, 6], [5, 5]])
+    same(F.embedding_bag(words, sw.distribute_tensor(table, mesh, [Shard(0)])), table[words].mean(1))
+
+
+@case(2)
+def tangents_and_gradients_of_each_sample() -> None:
+    x, w = values(3, 4), values(4, 2)
+    spread = sw.distribute_tensor(x, sw.init_mesh(dp=2), [Shard(0)])
+    same(torch.func.jvp(torch.sin, (spread,), (torch.ones(3, 4),))[1], x.cos())
+    of_each = torch.func.vmap(torch.func.grad(lambda w, y: (y @ w).sum()), in_dims=(None, 0))
+    same(of_each(w, spread), x[:, :, None].expand(3, 4, 2))

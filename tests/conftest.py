@@ -17,6 +17,17 @@ def pytest_report_header() -> str:
     return f"random programs: {PROGRAMS}, seed {SEED} (SHARDWISE_PROGRAMS, SHARDWISE_SEED)"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run also what takes minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: --slow runs it"))
+
+
 HEAVY = [Path(__file__).parent / name for name in ("processes", "compiled")]
 
 

@@ -17,7 +17,8 @@ from ..factories import Want, made_tensor
 from ..layout import as_read
 from ..mesh import Mesh
 from ..placement import Replicate, Shard
-from ..tensor import assumed_layout, distribute, of_pieces
+from ..targets import assumed_layout
+from ..tensor import distribute, of_pieces
 
 #: What a traced function of the user's may hold beside torch's own operators.
 WAYS = ("from_local", "distribute", "new")
@@ -64,14 +65,14 @@ torch.library.impl("shardwise::distribute", "CompositeImplicitAutograd", _distri
 
 torch.library.define(
     "shardwise::new",
-    "(SymInt[] shape, str mesh, str placements, ScalarType dtype, Scalar? value, str draw, str library) -> Tensor",
+    "(SymInt[] shape, str mesh, str placements, ScalarType dtype, str draw, Scalar[] numbers, str library) -> Tensor",
 )
 
 
 def _new_traced(  # noqa: PLR0913  as the operator
-    shape: Any, mesh: str, placements: str, dtype: torch.dtype, value: Any, draw: str, library: str
+    shape: Any, mesh: str, placements: str, dtype: torch.dtype, draw: str, numbers: Any, library: str
 ) -> Tensor:
-    return made_tensor(shape, _mesh(mesh), as_read(placements), dtype, Want(value, draw))
+    return made_tensor(shape, _mesh(mesh), as_read(placements), dtype, Want(draw, tuple(numbers)))
 
 
 torch.library.impl("shardwise::new", "CompositeImplicitAutograd", _new_traced)

@@ -1,4 +1,5 @@
-"""Indexing by tensors: `x[i, :, j]` and `x[i, :, j] = y`. Each call has a sentence of its own: its dims come from the indices.
+"""Indexing by tensors and masks: `x[i, :, j]` and `x[i, :, j] = y`. Each call has a sentence of its own: its dims come from
+the indices.
 
 Letters: `u` for dims that are not indexed, `s` for those that are, `j` for the dims of the indices, broadcast together. All may
 be cut; an `s` that is cut is read as a pending sum, and written to with a spare row for what falls to other ranks.
@@ -6,6 +7,7 @@ be cut; an `s` that is cut is read as a pending sum, and written to with a spare
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,8 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import Layout
-from .notation import Call, Pattern, Proposal, Rule
+from .._torch import tracing_context
+from ..errors import OperatorError
+from ..layout import Factor, Layout, cut, whole
+from ..mesh import Mesh
+from .notation import Call, Kernel, Pattern, Proposal, Rule
 from .piece import Piece, at_least_one, keep, padded
 from .table import rule
 
@@ -107,7 +112,7 @@ def _write(indexed: Sequence[int], call: Call, wants: Sequence[Layout]) -> Any:
 
 def _index(call: Call) -> Rule | Proposal:
     if _has_masks(call):
-        return Proposal((), (), program=_by_number)
+        return Proposal((), (), program=_by_mask)
     own, together, out, indexed = _letters(call)
     inputs = (_pattern(own), *(_pattern(together) for _ in indexed))
     behind = len(out) - out.index(together[-1]) - 1 if together else 0
@@ -116,7 +121,7 @@ def _index(call: Call) -> Rule | Proposal:
 
 def _index_put(call: Call) -> Rule | Proposal:
     if _has_masks(call):
-        return Proposal((), (), program=_fill_or_number)
+        return Proposal((), (), program=_put_by_mask)
     own, together, out, indexed = _letters(call)
     inputs = (_pattern(own), *(_pattern(together) for _ in indexed), _pattern(out))
     added = ((0, len(inputs) - 1),)
@@ -127,33 +132,161 @@ def _index_put(call: Call) -> Rule | Proposal:
 
 
 # ── masks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# Where only the first of a mask's dims is cut, what it selects is cut too, into as many elements as each rank finds: the ranks
+# tell each other how many these are, and no data moves.
 
 
-def _numbers(indices: Sequence[Any]) -> list[Any]:
+def _cut_alike(tools: Any, mesh: Mesh, mask: Any, *tensors: Any) -> tuple[Factor | None, list[Any]]:
+    """How the first dim is cut, and the tensors, whose first dims are those of the mask, with no other of these cut."""
+    if tracing_context() is not None:
+        raise OperatorError(
+            f"{tools.operator} in a compiled function: how many elements it selects depends on data; call it outside of "
+            "compiled functions, or keep the shape with torch.where or masked_fill"
+        )
+    several = [_on(tools, mesh, x) for x in (mask, *tensors)]
+    ndim, layouts = mask.ndim, [tools.layout(x).reduced() for x in several]
+    if not ndim:
+        return None, [tools.move(x, layout) for x, layout in zip(several, layouts, strict=True)]
+    cuts = [[axis for dim in range(ndim) for axis in layout.axes_of(dim)] for layout in layouts]
+    lead = max(range(len(cuts)), key=lambda i: (len(cuts[i]), i))
+    first = layouts[lead].dims[0]
+    if len(first) > 1 or set(first[0].axes) != set(cuts[lead]):
+        first = (cut(mask.shape[0], cuts[lead], mesh),)
+    front = [first, *((whole(n),) for n in mask.shape[1:])]
+    wants = [layout.replace(dims=[*front, *layout.without(cuts[lead]).dims[ndim:]]) for layout in layouts]
+    return (first[0] if cuts[lead] else None), [tools.move(x, want) for x, want in zip(several, wants, strict=True)]
+
+
+def _on(tools: Any, mesh: Mesh, x: Any) -> Any:
+    return x if tools.is_distributed(x) and tools.layout(x).mesh is mesh else tools.replicated(x, mesh, tools.operator)
+
+
+def _counted(tools: Any, mesh: Mesh, factor: Factor | None, count: Tensor) -> Factor:
+    """What the ranks select, one after the other, from the number of elements that each finds."""
+    if factor is None:
+        return whole(int(tools.plain(tools.wrap(count, Layout.of(mesh, [(whole(1),)], (), torch.int64)))))
+    shards = len(factor.sizes)
+    each = Layout.of(mesh, [(Factor(shards, factor.axes, (1,) * shards),)], (), torch.int64)
+    sizes = tools.plain(tools.wrap(count, each), tools.operator).tolist()
+    return Factor(sum(sizes), factor.axes, tuple(sizes))
+
+
+def _on_all(tools: Any, op: Any, mesh: Mesh, *tensors: Any) -> Any:
+    """The operator on whole tensors: in a traced program, which has no numbers that depend on data."""
+    several = [tools.replicated(x, mesh, tools.operator) for x in tensors]
+    return tools.wrap(tools.each(op, mesh, *several), tools.layout(several[0]).replace(stride=None))
+
+
+def _found(x: Tensor) -> Tensor:
+    return x.count_nonzero().view(1)
+
+
+def _nonzero(tools: Any, op: Any, x: Any) -> Any:
+    mesh = tools.mesh(x)
+    factor, (x,) = _cut_alike(tools, mesh, x)
+    start = tools.offset(tools.layout(x), 0) if factor else None
+    local = tools.each(_numbered, mesh, x, start)
+    found = _counted(tools, mesh, factor, tools.each(_found, mesh, x))
+    return tools.wrap(local, Layout.of(mesh, [(found,), (whole(x.ndim),)], (), torch.int64))
+
+
+def _numbered(x: Tensor, start: Tensor | None) -> Tensor:
+    found = torch.nonzero(x).contiguous()
+    if start is not None:
+        found[:, 0] += start
+    return found
+
+
+def _masked_select(tools: Any, op: Any, x: Any, mask: Any) -> Any:
+    shape = torch.broadcast_shapes(x.shape, mask.shape) or (1,)
+    return _select(tools, aten.index.Tensor, x.expand(shape), [mask.expand(shape)])
+
+
+def _select(tools: Any, op: Any, x: Any, indices: Sequence[Any]) -> Any:
+    mesh = tools.mesh(x, *indices)
+    factor, (mask, x) = _cut_alike(tools, mesh, indices[0], x)
+    found = _counted(tools, mesh, factor, tools.each(_found, mesh, mask))
+    local = tools.each(lambda x, mask: op(x, [mask]), mesh, x, mask)
+    return tools.wrap(local, Layout.of(mesh, [(found,), *tools.layout(x).dims[mask.ndim :]], (), x.dtype))
+
+
+def _masked_scatter(tools: Any, op: Any, x: Any, mask: Any, source: Any) -> Any:
+    shape, mesh = torch.broadcast_shapes(x.shape, mask.shape), tools.mesh(x, mask, source)
+    mask, x = mask.expand(shape), x.expand(shape)
+    if tracing_context() is not None:
+        return _on_all(tools, op, mesh, x, mask, source)
+    factor, (mask, x) = _cut_alike(tools, mesh, mask, x)
+    found = _counted(tools, mesh, factor, tools.each(_found, mesh, mask))
+    if source.numel() < found.size:
+        raise RuntimeError(f"masked_scatter: the mask selects {found.size} elements, but source has only {source.numel()}")
+    line = _on(tools, mesh, source.reshape(-1)[: found.size])
+    line = tools.move(line, tools.layout(line).replace(dims=[(found,)], partials=()), tools.operator)
+    return tools.wrap(tools.each(op, mesh, x, mask, line), tools.layout(x).replace(stride=None))
+
+
+def _masked_scatter_backward(tools: Any, op: Any, grad: Any, mask: Any, sizes: list[int]) -> Any:
+    found = aten.masked_select(grad, mask)
+    return aten.cat([found, found.new_zeros(math.prod(sizes) - found.shape[0])]).reshape(sizes)
+
+
+rule("nonzero", program=_nonzero)
+rule("masked_select", program=_masked_select)
+rule("masked_scatter", program=_masked_scatter)
+rule("masked_scatter_backward", program=_masked_scatter_backward)
+
+
+# ── masks among indices ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _numbers(x: Any, indices: Sequence[Any]) -> list[Any]:
     """The indices with masks replaced by the numbers of their true elements."""
     found: list[Any] = []
     for index in indices:
         if index is not None and index.dtype in MASKS:
+            masked = x.shape[len(found) : len(found) + index.ndim]
+            if index.shape != masked:
+                raise IndexError(f"a mask of shape {list(index.shape)} does not fit dims {list(masked)} of {list(x.shape)}")
             found += aten.nonzero(index).unbind(1)
         else:
             found.append(index)
     return found
 
 
-def _by_number(tools: Any, op: Any, x: Any, indices: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    return op(x, _numbers(indices), *args, **kwargs)
+def _leads(x: Any, indices: Sequence[Any]) -> bool:
+    """Whether the first index is a mask, and the only one, and fits."""
+    mask = indices[0]
+    return mask is not None and not any(i is not None for i in indices[1:]) and mask.shape == x.shape[: mask.ndim]
 
 
-def _fill_or_number(
+def _by_mask(tools: Any, op: Any, x: Any, indices: Sequence[Any]) -> Any:
+    return _select(tools, op, x, indices) if _leads(x, indices) else op(x, _numbers(x, indices))
+
+
+def _put_by_mask(
     tools: Any, op: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *unsafe: bool
 ) -> Any:
     """One value for all elements of one mask is a `masked_fill`, which needs no number of elements."""
-    mask = indices[0]
-    if accumulate or len(indices) > 1 or mask is None or values.numel() != 1:
-        return op(x, _numbers(indices), values, accumulate, *unsafe)
-    mask = mask.to(torch.bool)[(..., *[None] * (x.ndim - mask.ndim))]
-    fill = aten.masked_fill_ if op._schema.is_mutable else aten.masked_fill
-    return fill(x, mask, values.reshape(()).to(x.dtype))
+    if not _leads(x, indices):
+        return op(x, _numbers(x, indices), values, accumulate, *unsafe)
+    mask, in_place = indices[0], op._schema.is_mutable
+    if values.numel() == 1 and not accumulate:
+        mask = mask.to(torch.bool)[(..., *[None] * (x.ndim - mask.ndim))]
+        return (aten.masked_fill_ if in_place else aten.masked_fill)(x, mask, values.reshape(()).to(x.dtype))
+    out = _put_found(tools, x, mask, values, lambda x, mask, values: aten.index_put(x, [mask], values, accumulate))
+    return x.copy_(out) if in_place else out
+
+
+def _put_found(tools: Any, x: Any, mask: Any, values: Any, put: Kernel) -> Any:
+    mesh = tools.mesh(x, mask, values)
+    if tracing_context() is not None:
+        return _on_all(tools, put, mesh, x, mask, values)
+    factor, (mask, x) = _cut_alike(tools, mesh, mask, x)
+    found, layout = _counted(tools, mesh, factor, tools.each(_found, mesh, mask)), tools.layout(x)
+    values = _on(tools, mesh, values.expand(found.size, *x.shape[mask.ndim :]))
+    goal = tools.layout(values).replace(dims=[(found,), *layout.dims[mask.ndim :]], partials=())
+    local = tools.each(put, mesh, x, mask, tools.move(values, goal, tools.operator))
+    return tools.wrap(local, layout.replace(stride=None))
 
 
 _MASKS = "sum max min product cut: of masks, of which nobody knows how much they select until it is counted"

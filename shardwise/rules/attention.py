@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import OperatorError
 from ..layout import Dim, Factor, Layout, cut, whole
 from .chance import seeded
 from .notation import Call, Kernel, Pattern, Proposal, labels, parse
@@ -127,50 +128,35 @@ def _placed(shape: Sequence[int], letters: Sequence[str], dims: dict[str, Dim]) 
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _attention(name: str, text: str, **words: Any) -> None:
+def _attention(name: str, text: str, whole: str, **words: Any) -> None:
     by_group = partial(_by_group, *parse(text.replace("b h s", "b g s")))
-    rule(name, text, kernel=_checked, function=by_group, static="dropout_p", **words)
+    rule(f"_scaled_dot_product_{name}", text, whole=whole, kernel=_checked, function=by_group, static="dropout_p", **words)
+
+
+def _gradients(name: str, text: str, whole: str) -> None:
+    _attention(f"{name}_backward", f"b h l f, {QKV}, {text}", whole, linear=((0,),))
 
 
 DROPPED = " b?dropout_p h?dropout_p l?dropout_p"
 QKV = "b h l e, b h s e, b h s f"
 
-_attention("_scaled_dot_product_flash_attention_for_cpu", f"{QKV}, b h l s -> b h l f, b h l", whole="e s f l?is_causal")
-_attention(
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-    f"b h l f, {QKV}, b h l f, b h l, b h l s -> b h l e, b h s e, b h s f",
-    whole="e s f l?is_causal",
-    linear=((0,),),
-)
-_attention("_scaled_dot_product_flash_attention", f"{QKV} -> b h l f, b h l, =, =, =", whole="e s f l")
-_attention(
-    "_scaled_dot_product_flash_attention_backward",
-    f"b h l f, {QKV}, b h l f, b h l, c, c, r, r -> b h l e, b h s e, b h s f",
-    whole="e s f l c r" + DROPPED,
-    linear=((0,),),
-)
-_attention("_scaled_dot_product_efficient_attention", f"{QKV}, b h l s -> b h l f, b h m, =, =", whole="e s f l m")
-_attention(
-    "_scaled_dot_product_efficient_attention_backward",
-    f"b h l f, {QKV}, b h l s, b h l f, b h m, r, r -> b h l e, b h s e, b h s f, b h l s",
-    whole="e s f l m r" + DROPPED,
-    linear=((0,),),
-)
-_attention("_scaled_dot_product_cudnn_attention", f"{QKV}, b h l s -> b h l f, b h l m, =, =, =", whole="e s f l m")
-_attention(
-    "_scaled_dot_product_cudnn_attention_backward",
-    f"b h l f, {QKV}, b h l f, b h l m, r, r, b h l s, c, c -> b h l e, b h s e, b h s f",
-    whole="e s f l m c r" + DROPPED,
-    linear=((0,),),
-)
-_attention(
-    "_scaled_dot_product_fused_attention_overrideable",
-    f"{QKV}, b h l s -> b h l f, b h l, =, =, =",
-    whole="e s f l",
-)
-_attention(
-    "_scaled_dot_product_fused_attention_overrideable_backward",
-    f"b h l f, {QKV}, b h l s, b h l f, b h l, c, c, r, r -> b h l e, b h s e, b h s f, b h l s",
-    whole="e s f l c r" + DROPPED,
-    linear=((0,),),
-)
+_attention("flash_attention_for_cpu", f"{QKV}, b h l s -> b h l f, b h l", "e s f l?is_causal")
+_gradients("flash_attention_for_cpu", f"b h l f, b h l, b h l s -> {QKV}", "e s f l?is_causal")
+_attention("flash_attention", f"{QKV} -> b h l f, b h l, =, =, =", "e s f l")
+_gradients("flash_attention", f"b h l f, b h l, c, c, r, r -> {QKV}", "e s f l c r" + DROPPED)
+_attention("efficient_attention", f"{QKV}, b h l s -> b h l f, b h m, =, =", "e s f l m")
+_gradients("efficient_attention", f"b h l s, b h l f, b h m, r, r -> {QKV}, b h l s", "e s f l m r" + DROPPED)
+_attention("cudnn_attention", f"{QKV}, b h l s -> b h l f, b h l m, =, =, =", "e s f l m")
+_gradients("cudnn_attention", f"b h l f, b h l m, r, r, b h l s, c, c -> {QKV}", "e s f l m c r" + DROPPED)
+_attention("fused_attention_overrideable", f"{QKV}, b h l s -> b h l f, b h l, =, =, =", "e s f l")
+_gradients("fused_attention_overrideable", f"b h l s, b h l f, b h l, c, c, r, r -> {QKV}, b h l s", "e s f l c r" + DROPPED)
+
+
+def _refuse_nested(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    raise OperatorError(
+        f"{op} makes a nested tensor of {tools.layout(args[0])}, which is one of equal rows; "
+        "nn.TransformerEncoder(…, enable_nested_tensor=False) works on it as it is"
+    )
+
+
+rule("_nested_tensor_from_mask", program=_refuse_nested)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,38 +11,85 @@ import torch
 from torch import Generator, Tensor
 
 from .._torch import tracing_context
-from ..errors import OperatorError
-from ..layout import Layout, whole
-from ..random import Fill, next_seed, normal, sample, uniform
+from ..counter import DIGITS, Draw
+from ..errors import MeshError, OperatorError
+from ..layout import Layout, Number, PerRank, whole
+from ..random import drop_piece, fill_piece, next_key, piece, sides, spans, traced_key, traced_piece
 from .table import rule
 
 aten = torch.ops.aten
 _random = partial(rule, free="generator")
+UNIFORM, NORMAL = Draw("uniform", (0.0, 1.0)), Draw("normal", (0.0, 1.0))
 
 
 # ── as a tensor is cut ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _draw(tools: Any, layout: Layout, fill: Fill, generator: Generator | None = None) -> Any:
+def draw(tools: Any, layout: Layout, how: Draw, generator: Generator | None = None) -> Any:
     """Random numbers of the shape and dtype of a layout, cut like it, with nothing pending."""
     layout = layout.reduced()
-    return tools.distribute(sample(layout.shape, layout.dtype, layout.device, fill, generator), layout)
+    if layout.dtype.is_complex:
+        return _complex(tools, layout, how, generator)
+    traced = tracing_context() is not None
+    kernel, box = (traced_piece, _traced_spans(tools, layout)) if traced else (piece, PerRank(partial(spans, layout)))
+    key = traced_key(generator) if traced else next_key(generator)
+    local = tools.each(kernel, layout.mesh, how, layout, PerRank(layout.local_shape), box, key, layout.device)
+    return tools.wrap(local, layout)
+
+
+def _complex(tools: Any, layout: Layout, how: Draw, generator: Generator | None) -> Any:
+    """Real and imaginary part by turns; normal ones have the variance of one number together."""
+    if how.kind == "normal":
+        how = Draw("normal", (how.numbers[0], how.numbers[1] / math.sqrt(2)))
+    real = Layout.of(layout.mesh, [*layout.dims, [whole(2)]], (), layout.dtype.to_real())
+    return aten.view_as_complex(draw(tools, real, how, generator))
+
+
+def _traced_spans(tools: Any, layout: Layout) -> tuple[Any, ...]:
+    """The same as `spans`, with numbers of the rank as values of the program."""
+    starts, lengths, several = [], [], sides(layout)
+    for side in several:
+        sizes = side.factor.sizes
+        even = min(sizes) == max(sizes)  # also where sizes are symbols
+        first = partial(layout.shard, side.factor) if even else partial(_at, side.start, layout, side.factor)
+        start = tools.number(Number(first), layout.mesh)
+        starts.append(start * side.length(0) if even else start)
+        lengths.append(side.length(0) if even else PerRank(partial(_at, side.length, layout, side.factor)))
+    return tuple(starts), tuple(lengths), tuple(side.stride for side in several)
+
+
+def _at(fact: Callable[[int], int], layout: Layout, factor: Any, place: int) -> int:
+    return fact(layout.shard(factor, place))
 
 
 def _fill_in_place(tools: Any, op: Any, x: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
-    return x.copy_(_draw(tools, tools.layout(x), _by(op, args, kwargs), generator))
+    layout = tools.layout(x)
+    how = _by(op, layout.dtype, args, kwargs)
+    if layout.partials or layout.dtype.is_complex or tracing_context() is not None:
+        return x.copy_(draw(tools, layout, how, generator))
+    tools.each(fill_piece, layout.mesh, x, how, PerRank(partial(spans, layout)), next_key(generator))
+    return x
 
 
 def _fill_new(tools: Any, op: Any, x: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
-    return _draw(tools, tools.layout(x), _by(op, args, kwargs), generator)
+    layout = tools.layout(x)
+    return draw(tools, layout, _by(op, layout.dtype, args, kwargs), generator)
 
 
-def _by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fill:
-    """The operator with its numbers, in the order of its schema."""
+def _by(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
+    """The distribution that an operator draws from, with its numbers in the order of its schema."""
     names = [argument.name for argument in op._schema.arguments[1 + len(args) :]]
     defaults = {argument.name: argument.default_value for argument in op._schema.arguments if argument.has_default_value()}
-    rest: list[Any] = [kwargs.get(name, defaults.get(name)) for name in names if name != "generator"]
-    return Fill(f"{op._schema.name.partition('::')[2]}.{op._overloadname}", (*args, *rest))
+    numbers = [*args, *(kwargs.get(name, defaults.get(name)) for name in names if name != "generator")]
+    kind = op._schema.name.partition("::")[2].removesuffix("_").removesuffix("_functional")
+    return _integers(dtype, *numbers) if kind == "random" else Draw(kind, tuple(numbers))
+
+
+def _integers(dtype: torch.dtype, *bounds: Any) -> Draw:
+    """From the first of two bounds, or zero, to less than the last; to the largest of the dtype where there is none."""
+    first, end = (0, *bounds)[-2:] if bounds else (0, None)
+    largest = 2 ** DIGITS[dtype] if dtype in DIGITS else 1 if dtype == torch.bool else torch.iinfo(dtype).max
+    return Draw("integer", (int(first), largest if end is None else int(end) - 1))
 
 
 for _name in ("uniform", "exponential", "cauchy", "log_normal", "geometric", "random", "normal_functional"):
@@ -51,32 +99,35 @@ for _name in ("uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_"
 _random("bernoulli.p", program=_fill_new)
 
 
-def _like(fill: Fill, tools: Any, op: Any, x: Any, **kwargs: Any) -> Any:
+def _like(how: Draw, tools: Any, op: Any, x: Any, **kwargs: Any) -> Any:
     layout = tools.layout(x)
     layout = layout.replace(dtype=kwargs.get("dtype") or layout.dtype, stride=None)
-    return _draw(tools, layout, fill, kwargs.get("generator"))
+    return draw(tools, layout, how, kwargs.get("generator"))
 
 
 def _randint_like(tools: Any, op: Any, x: Any, *bounds: Any, **kwargs: Any) -> Any:
-    low, high = (0, *map(int, bounds))[-2:]
-    return _like(Fill("random_.from", (low, high)), tools, op, x, **kwargs)
+    return _like(_integers(torch.int64, *bounds), tools, op, x, **kwargs)
 
 
-_random("rand_like", program=partial(_like, uniform))
-_random("randn_like", program=partial(_like, normal))
+_random("rand_like", program=partial(_like, UNIFORM))
+_random("randn_like", program=partial(_like, NORMAL))
 _random("randint_like", program=_randint_like)
 
 # ── with parameters that are tensors ──────────────────────────────────────────────────────────────────────────────────
 
 
+def _uniform_beside(tools: Any, p: Any, layout: Layout, generator: Any) -> Any:
+    """Numbers from 0 to 1 in a layout, fine enough to be compared with probabilities."""
+    dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+    return draw(tools, layout.replace(dtype=dtype), UNIFORM, generator)
+
+
 def _below(tools: Any, op: Any, p: Any, *, generator: Any = None) -> Any:
-    return _draw(tools, tools.layout(p), uniform, generator).lt(p).to(p.dtype)
+    return _uniform_beside(tools, p, tools.layout(p), generator).lt(p).to(p.dtype)
 
 
 def _below_in_place(tools: Any, op: Any, x: Any, p: Any, *, generator: Any = None) -> Any:
-    layout = tools.layout(x)
-    drawn = _draw(tools, layout.replace(dtype=p.dtype if p.is_floating_point() else torch.float32), uniform, generator)
-    return x.copy_(drawn.lt(p))
+    return x.copy_(_uniform_beside(tools, p, tools.layout(x), generator).lt(p))
 
 
 def _below_new(tools: Any, op: Any, x: Any, p: Any, *, generator: Any = None) -> Any:
@@ -90,7 +141,7 @@ def _normal(tools: Any, op: Any, mean: Any, std: Any = 1.0, *, generator: Any = 
     layout = tools.layout(max(tensors, key=lambda x: tuple(x.shape) == tuple(shape)))
     if layout.shape != shape:
         layout = Layout.of(layout.mesh, [[whole(n)] for n in shape], (), layout.dtype)
-    return _draw(tools, layout, normal, generator) * std + mean
+    return draw(tools, layout, NORMAL, generator) * std + mean
 
 
 _random("bernoulli", program=_below)
@@ -106,9 +157,12 @@ def _dropout(tools: Any, op: Any, x: Any, p: float, train: bool | None = True) -
     flags = layout.replace(dtype=torch.bool, partials=())
     if train is False or p == 0:
         return x.clone(), aten.ones_like(x, dtype=torch.bool)
-    kept = _draw(tools, flags, Fill("bernoulli_.float", (1 - p,)))
-    scale = 0.0 if p == 1 else 1 / (1 - p)
-    return tools.wrap(tools.each(_scaled, layout.mesh, x, kept, scale), layout), kept
+    keep, scale = Draw("bernoulli", (1 - p,)), 0.0 if p == 1 else 1 / (1 - p)
+    if tracing_context() is not None:
+        kept = draw(tools, flags, keep)
+        return tools.wrap(tools.each(_scaled, layout.mesh, x, kept, scale), layout), kept
+    out, kept = tools.each(drop_piece, layout.mesh, x, scale, keep, PerRank(partial(spans, flags)), next_key())
+    return tools.wrap(out, layout), tools.wrap(kept, flags)
 
 
 def _scaled(x: Tensor, kept: Tensor, scale: float) -> Tensor:
@@ -130,13 +184,68 @@ def _rrelu(
     in_place = op._schema.name.endswith("_")
     if not kwargs.get("training", training):
         return (aten.leaky_relu_ if in_place else aten.leaky_relu)(x, (lower + upper) / 2)
-    drawn = _draw(tools, tools.layout(x), Fill("uniform_.default", (lower, upper)), generator)
+    drawn = draw(tools, tools.layout(x), Draw("uniform", (lower, upper)), generator)
     noise.copy_(aten.where(x <= 0, drawn, 1.0))
     return x.mul_(noise) if in_place else x * noise
 
 
 _random("rrelu_with_noise", program=_rrelu)
 _random("rrelu_with_noise_", program=_rrelu)
+
+# ── one of several ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _multinomial(tools: Any, op: Any, p: Any, count: int, replacement: bool = False, *, generator: Any = None) -> Any:
+    """Indices of weights, row by row: rows stay where they are, each whole."""
+    layout = tools.layout(p).reduced()
+    layout = layout.without(layout.axes_of(layout.ndim - 1)).replace(stride=None)
+    _check_weights(p, count, replacement)
+    chosen = Layout.of(layout.mesh, [*layout.dims[:-1], [whole(count)]], (), torch.int64)
+    if replacement:
+        local = tools.each(_weighted, layout.mesh, tools.move(p, layout), draw(tools, chosen, Draw("bits"), generator))
+    else:
+        times = draw(tools, layout.replace(dtype=torch.float64), Draw("exponential", (1.0,)), generator)
+        local = tools.each(_first_of, layout.mesh, tools.move(p, layout), times, count)
+    return tools.wrap(local, chosen)
+
+
+def _check_weights(p: Any, count: int, replacement: bool) -> None:
+    if p.ndim not in (1, 2) or count < 1 or (count > p.shape[-1] and not replacement):
+        raise OperatorError(
+            f"multinomial: {count} indices {'with' if replacement else 'without'} replacement from weights of shape "
+            f"{list(p.shape)}; it takes a vector or a matrix, gives at least one, and without replacement each at most once"
+        )
+    if tracing_context() is None and not _are_weights(p):
+        raise OperatorError(
+            "multinomial takes weights that are finite and not negative, with at least one positive in each row"
+        )
+
+
+def _are_weights(p: Any) -> bool:
+    try:
+        return bool(((p >= 0) & (p < math.inf)).all() & (p.sum(-1) > 0).all())
+    except MeshError:  # this rank is not in the mesh, and has nothing to look at
+        return True
+
+
+def _first_of(p: Tensor, times: Tensor, count: int) -> Tensor:
+    """Those whose exponential time, divided by their weight, is over first: without replacement, in the order of drawing."""
+    return aten.argsort.stable(p.to(torch.float64) / times, stable=True, dim=-1, descending=True)[..., :count].contiguous()
+
+
+def _weighted(p: Tensor, z: Tensor) -> Tensor:
+    """With replacement: where a random number falls among the running sums of the weights. These are whole numbers, whose sums
+    no order of adding changes."""
+    room = 62 - math.ceil(math.log2(p.shape[-1]))
+    weights = p.to(torch.float64)
+    sums = (weights / weights.amax(-1, keepdim=True) * 2**room).to(torch.int64).cumsum(-1)
+    high, low, most, least = z >> 32 & _HALF, z & _HALF, sums[..., -1:] >> 32, sums[..., -1:] & _HALF
+    number = high * most + (high * least >> 32 & _HALF) + (low * most >> 32)
+    return torch.searchsorted(sums, number, right=True)
+
+
+_HALF = 2**32 - 1
+_random("multinomial", program=_multinomial)
 
 # ── all at once ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -151,7 +260,7 @@ def seeded(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
             f"{tools.operator} in a compiled function: it draws from one seed, which would be the same in every call; call it "
             "outside of compiled functions"
         )
-    seed = next_seed(given.pop("generator", None))
+    seed = next_key(given.pop("generator", None))[0]
 
     def spread(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -180,4 +289,4 @@ def _replicated(tools: Any, local: Any, mesh: Any) -> Any:
     return tools.wrap(local, Layout.of(mesh, [[whole(n)] for n in local.shape], (), local.dtype, local.stride()))
 
 
-_random("multinomial poisson binomial _standard_gamma _sample_dirichlet", program=seeded)
+_random("poisson binomial _standard_gamma _sample_dirichlet", program=seeded)

@@ -154,18 +154,19 @@ _scatter("scatter.reduce", "...[dim=s], ...[dim=t], ...[dim=t] -> ...[dim=s]", w
 _scatter("scatter_reduce", "...[dim=s], ...[dim=t], ...[dim=t] -> ...[dim=s]", whole="t", lost=None)
 _scatter("scatter_add", "...[dim=s], ...[dim=t], ...[dim=t] -> ...[dim=s]", linear=((0, 2),))
 
-_rows("index_add", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", linear=((0, 2),), kernel=_write, unoffered=WRITTEN)
-_rows(
-    "index_copy",
-    "...[dim=s], t, ...[dim=t] -> ...[dim=s]",
-    linear=((0, 2),),
-    kernel=_write,
-    whole="t",
-    lost=None,
-    unoffered=WRITTEN,
-)
-_rows("index_reduce", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", kernel=_write, whole="t", lost=None, unoffered=WRITTEN)
-_rows("index_fill", "...[dim=s], t, v -> ...[dim=s]", kernel=_write, whole="t", lost=None, unoffered=WRITTEN)
+_written = partial(_rows, kernel=_write, unoffered=WRITTEN)
+_written("index_add", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", linear=((0, 2),))
+_written("index_copy", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", linear=((0, 2),), whole="t", lost=None)
+_written("index_reduce", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", whole="t", lost=None)
+_written("index_fill", "...[dim=s], t, v -> ...[dim=s]", whole="t", lost=None)
+
+
+def _put(tools: Any, op: Any, x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    line = aten.index_put(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
+    return line.reshape(x.shape)
+
+
+rule("put", program=_put)
 
 # ── triangles ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -255,7 +256,49 @@ def _spans(factor: Factor, around: Factor, start: int, step: int) -> list[tuple[
     return spans
 
 
+def _diagonal_backward(call: Call) -> Proposal:
+    """The diagonal is a slice of the rows, and each rank keeps its part of it in rows that hold that part."""
+    grad, one, offset = call.tensors[0], call.results[0], int(call["offset"])
+    ndim = len(one.shape)
+    rows, columns = int(call["dim1"]) % ndim, int(call["dim2"]) % ndim
+    if len(grad.dims[-1]) > 1:
+        grad = grad.without(grad.axes_of(-1))
+    factor = grad.dims[-1][0]
+    around = _around(factor, one.shape[rows], max(0, -offset), 1, grad)
+    rest = iter(grad.dims)
+    placed = {rows: (around,), columns: (Factor(one.shape[columns], (), (one.shape[columns],)),)}
+    dims = [placed[d] if d in placed else next(rest) for d in range(ndim)]
+    out = Layout.of(grad.mesh, dims, grad.partials, one.dtype, one.stride)
+    edits: dict[str, Any] = {"input_sizes": _local_shape(out)}
+    if factor.axes:
+        starts = _starts(around)
+        edits["offset"] = PerRank(lambda place: offset + starts[grad.shard(factor, place)])
+    return Proposal((grad,), (out,), edits)
+
+
+def _unfold_backward(call: Call) -> Proposal:
+    """Windows overlap, so the dim that they were taken of is whole, as are they."""
+    grad, one = call.tensors[0], call.results[0]
+    dim = int(call["dim"]) % max(len(one.shape), 1)
+    kept = [(axis, kind) for axis, kind in grad.partials if kind in ("sum", "avg")]
+    gone = {axis for d in (dim, grad.ndim - 1) for axis in grad.axes_of(d)}
+    grad = grad.replace(partials=kept).without(gone)
+    size = [Factor(one.shape[dim], (), (one.shape[dim],))] if one.shape else []
+    dims = [size if d == dim else own for d, own in enumerate(grad.dims[:-1])]
+    out = Layout.of(grad.mesh, dims, kept, one.dtype, one.stride)
+    return Proposal((grad,), (out,), {"input_sizes": _local_shape(out)})
+
+
+def _strided_scatter(call: Call) -> Proposal:
+    """Strides are those of the whole tensor."""
+    one, wants = call.results[0], tuple(t.replicated() for t in call.tensors)
+    return Proposal(wants, (wants[0].replace(stride=one.stride),))
+
+
+rule("as_strided_scatter", function=_strided_scatter)
 rule("slice_backward", function=_slice_backward)
+rule("diagonal_backward", function=_diagonal_backward)
+rule("unfold_backward", function=_unfold_backward)
 rule("select_backward", function=_select_backward)
 
 # ── to one truth value ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,12 +58,12 @@ def _mean(call: Call, wants: Sequence[Layout]) -> Any:
     return lambda *args, **kwargs: total(*args, **kwargs) / count
 
 
-def _mean_backward(call: Call, wants: Sequence[Layout]) -> Any:
+def _mean_backward(call: Call, wants: Sequence[Layout], count: Callable[[Sequence[Layout]], int] = _count) -> Any:
     """The gradient of a sum, of a gradient divided by the global count."""
     if call["reduction"] != MEAN or not any(layout.states for layout in wants):
         return None
-    count = _count(wants)
-    return _local_call(call, {"reduction": SUM}, lambda grad: grad / count)
+    number = count(wants)
+    return _local_call(call, {"reduction": SUM}, lambda grad: grad / number)
 
 
 rule(
@@ -78,6 +79,23 @@ rule(
     unoffered="max min: losses are not pending",
     kernel=_mean_backward,
 )
+
+
+def _like_input(arguments: dict[str, Any]) -> list[tuple[Sequence[int], torch.dtype]]:
+    x = arguments["self"]
+    return [(x.shape, x.dtype)]
+
+
+def _one_row(call: Call) -> Proposal | None:
+    """A single row may have a target of one element, which cannot be cut as rows are."""
+    x = call["self"]
+    return Proposal(tuple(t.replicated() for t in call.tensors), (x.replicated(),)) if x.ndim == 1 else None
+
+
+_by_row = partial(_mean_backward, count=lambda wants: math.prod(wants[1].shape[:-1]))
+_words: dict[str, Any] = {"linear": ((0,),), "whole": "c", "kernel": _by_row, "function": _one_row, "gives": _like_input}
+rule("multi_margin_loss_backward", "n, n c, n, c -> n c", **_words)
+rule("multilabel_margin_loss_backward", "n, n c, n c, n c -> n c", **_words)
 
 # ── by class ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 

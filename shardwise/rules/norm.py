@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import OperatorError
 from ..layout import Dim, Factor, Layout, whole
 from .notation import Call, Kernel, Proposal, Result
 from .reduce import WIDER, cast, moments, reduced, widened
@@ -249,3 +250,39 @@ def _on_own_groups(call: Call, at: int) -> Kernel:
 rule("native_group_norm", function=_group_norm, unoffered=_SCALES)
 _ONCE = "sum: the gradient is reduced once, not its three results"
 rule("native_group_norm_backward", function=_group_norm_backward, unoffered=_ONCE)
+
+
+# ── batch norm: over all but the channels ─────────────────────────────────────────────────────────────────────────────
+
+
+def _batch_norm_backward(tools: Any, op: Any, grad: Any, x: Any, weight: Any, *rest: Any) -> tuple[Any, ...]:
+    """The sums over the batch that the input needs are the gradients of weight and bias: they are reduced once."""
+    running_mean, running_var, mean, rstd, train, eps, mask = rest
+    if not train:
+        mean, rstd = running_mean, torch.rsqrt(running_var + eps)
+    over, shape = [d for d in range(x.ndim) if d != 1], [1 if d != 1 else x.shape[1] for d in range(x.ndim)]
+    wide, rstd = reduced(tools, widened(grad)), rstd.view(shape)
+    unit = (widened(x) - mean.view(shape)) * rstd
+    shift, scale = (reduced(tools, aten.sum.dim_IntList(part, over)) for part in (wide, wide * unit))
+    dtype, results = mean.dtype if weight is None else weight.dtype, [None] * 3
+    if mask[0]:
+        count = x.numel() // max(x.shape[1], 1)
+        rest_of = (shift.view(shape) + unit * scale.view(shape)) / count if train else 0
+        results[0] = cast(_scaled((wide - rest_of) * rstd, None if weight is None else weight.view(shape)), x.dtype)
+    results[1] = cast(scale, dtype) if mask[1] else None
+    results[2] = cast(shift, dtype) if mask[2] else None
+    return tuple(results)
+
+
+rule("native_batch_norm_backward", program=_batch_norm_backward)
+rule("miopen_batch_norm", program=lambda tools, op, *args: aten.native_batch_norm(*args))
+
+
+def _synchronized(tools: Any, op: Any, x: Any, *rest: Any) -> Any:
+    raise OperatorError(
+        f"SyncBatchNorm of {tools.layout(x)} would share the statistics of local batches; those of a DTensor are of the global "
+        "batch already: use BatchNorm, without convert_sync_batchnorm"
+    )
+
+
+rule("batch_norm_stats", program=_synchronized, unoffered="all: batch norm does it")

@@ -54,12 +54,15 @@ class Rule:
                  min), "down" (swapped) or None; "up float": only of floats, since integers may wrap around. A tuple: one word
                  for each tensor argument
     together     a kind that passes where it is pending in all arguments
+    rounds       its results are rounded if they are integers, so that it is linear in floats only
     whole        letters that cannot be cut ("[]": the named dims, "...": those of the ellipsis); "l?causal": where the
                  argument `causal` is true
     kernel       makes the local function where the operator itself will not do
     program      runs on DTensors, instead of the sentence, when a letter of `whole` is cut; always where there is no sentence
     function     proposes layouts where a sentence cannot say it, or gives a rule for this one call, of which the inputs are
                  all its tensors in order; where it gives None, the sentence holds
+    gives        shape and dtype of each result from the arguments by name (layouts for tensors), where torch's own operator on
+                 tensors without data will not do
     copies       its result is a view on one device, but not here
     zipped       its lists go element by element, so they may be split and run apart
     unoffered    why placements that would do are not offered: "max min: why", about those with a pending max or min; "cut: why"
@@ -70,12 +73,14 @@ class Rule:
     outputs: tuple[Pattern, ...] = ()
     lost: str | None = "sum"
     linear: tuple[tuple[int, ...], ...] = ()
+    rounds: bool = False
     passes: str | tuple[str | None, ...] | None = None
     together: str | None = None
     whole: frozenset[str] = frozenset()
     kernel: KernelMaker | None = None
     program: Kernel | None = None
     function: Callable[[Call], Proposal | Rule | None] | None = None
+    gives: Callable[[dict[str, Any]], Sequence[tuple[Sequence[int], Any]]] | None = None
     copies: bool = False
     zipped: bool = False
     static: frozenset[str] = frozenset()
@@ -199,12 +204,11 @@ def labels(pattern: Pattern, call: Call, layout_ndim: int) -> tuple[str, ...]:
     >>> labels(parse("... m k -> m")[0][0], None, 4)
     ('.1', '.0', 'm', 'k')
     """
-    if not pattern.ellipsis:
-        return pattern.before[max(0, len(pattern.before) - layout_ndim) :]
     count = layout_ndim - len(pattern.before) - len(pattern.after)
-    middle = [f".{count - 1 - i}" for i in range(count)]
+    middle = [f".{count - 1 - i}" for i in range(count)] if pattern.ellipsis else []
     if pattern.named is not None:
         for dim in call.dims(pattern.named, layout_ndim):
             if dim < count:
                 middle[dim] = pattern.letter or f"[]{dim}"
-    return (*pattern.before, *middle, *pattern.after)
+    names = (*pattern.before, *middle, *pattern.after)
+    return names[max(0, len(names) - layout_ndim) :]

@@ -52,7 +52,7 @@ rule(
     "..., ... -> ...",
     unoffered=JOINTLY,
 )
-rule("copysign fmax fmin ge gt le lt", "..., ... -> ...", unoffered=NAN)
+rule("copysign fmax fmin ge gt le lt", "..., ... -> ...", unoffered=f"{NAN}; sum: of few values only")
 rule("igamma igammac special_zeta", "..., ... -> ...", unoffered=f"{DOMAIN}; max: likewise")
 rule("nextafter", "..., ... -> ...", unoffered="sum max min product: neighbours of summands are none of the sum")
 rule("pow", "..., ... -> ...", unoffered=f"sum product: powers of parts overflow, or have no value; {TURNED}")
@@ -76,7 +76,7 @@ rule("__rshift__ __irshift__ bitwise_right_shift", "..., ... -> ...", passes="up
 rule("add.Scalar sub.Scalar", "..., ... -> ...", passes="up float")
 rule("logaddexp logaddexp2", "..., ... -> ...", passes=("up", "up"), unoffered=JOINTLY)
 rule("maximum clamp_min.Tensor", "..., ... -> ...", passes=("up", "up"), together="max")
-rule("minimum clamp_max.Tensor", "..., ... -> ...", passes=("up", "up"), together="min")
+rule("minimum clamp_max.Tensor", "..., ... -> ...", passes=("up", "up"), together="min", unoffered=JOINTLY)
 rule("clamp.Tensor", "..., ..., ... -> ...", passes=("up", "up", "up"), unoffered=JOINTLY)
 rule("masked_fill.Scalar", "..., ... -> ...", passes="up", unoffered="sum product max min: only of some values and masks")
 
@@ -86,10 +86,7 @@ rule("neg", "... -> ...", linear=((0,),), passes="down float")
 rule("conj_physical", "... -> ...", linear=((0,),), passes="product")
 rule("deg2rad rad2deg", "... -> ...", linear=((0,),), passes="up")
 rule(
-    "__lshift__ __ilshift__ bitwise_left_shift",
-    "..., ... -> ...",
-    linear=((0,),),
-    unoffered="max min: bits may be shifted out",
+    "__lshift__ __ilshift__ bitwise_left_shift", "..., ... -> ...", linear=((0,),), unoffered="max min: bits may be shifted out"
 )
 # In both arguments together.
 rule("add.Tensor sub.Tensor", "..., ... -> ...", linear=((0, 1),), passes="up float", unoffered=TURNED)
@@ -138,6 +135,8 @@ rule("alias_copy clone detach_copy lift lift_fresh_copy zero", "... -> ...", pas
 def _to_copy(call: Call) -> Proposal:
     layout, one = call.tensors[0], call.results[0]
     device = call["device"]
+    if device is not None and device.type == "meta":
+        return Proposal((), (), program=_shape_only)
     if device is not None and device.type != layout.device.type:
         raise OperatorError(
             f"{layout} cannot move to device {device}: a DTensor lives on its mesh's device, {layout.device}; "
@@ -150,6 +149,12 @@ def _to_copy(call: Call) -> Proposal:
             kept += ("max", "min")  # rounding keeps the order
         layout = layout.replace(partials=[(axis, kind) for axis, kind in layout.partials if kind in kept])
     return Proposal((layout,), (layout.replace(dtype=one.dtype, stride=one.stride),))
+
+
+def _shape_only(tools: Any, op: Any, x: Any, **kwargs: Any) -> Tensor:
+    """A tensor without data, of the global shape: there is nothing to spread. (Forward-mode AD asks for that.)"""
+    dtype = kwargs.get("dtype") or x.dtype
+    return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
 
 
 rule("_to_copy", function=_to_copy)

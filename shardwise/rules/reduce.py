@@ -209,13 +209,8 @@ def _logsumexp(tools: Any, op: Any, x: Any, dim: Dims, keepdim: bool = False) ->
     return cast(total + (top if keepdim else aten.squeeze.dims(top, dims)), dtype)
 
 
-rule(
-    "logsumexp",
-    "...[dim] -> ...",
-    whole="[]",
-    program=_logsumexp,
-    unoffered="cut: a max does only where one element outweighs the others",
-)
+_OUTWEIGHED = "cut: a max does only where one element outweighs the others"
+rule("logsumexp", "...[dim] -> ...", whole="[]", program=_logsumexp, unoffered=_OUTWEIGHED)
 
 
 def moments(tools: Any, x: Any, dims: list[int]) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -309,16 +309,85 @@ def _select_mine(x: Tensor, dim: int, index: int, mine: int | None, size: list[i
 rule("select.int select_copy.int", function=_select)
 
 
+def _on_diagonal(call: Call) -> tuple[Layout, list[Dim], dict[str, Any]]:
+    """A layout, the dims of the diagonal between two of its dims, and where it starts on each rank. A rank that holds some rows
+    and columns holds what lies in both, which is one interval, and the intervals come in the order of rows, then columns."""
+    layout, offset = call.tensors[0], int(call["offset"])
+    pair = [int(call[name]) % layout.ndim for name in ("dim1", "dim2")]
+    layout = layout.without(axis for d in pair if len(layout.dims[d]) > 1 for axis in layout.axes_of(d))
+    rows, columns = (layout.dims[d][0] for d in pair)
+    down, right = max(0, -offset), max(0, offset)
+    size = max(0, min(rows.size - down, columns.size - right))
+    spans = [_overlaps(rows, down, size).sizes, _overlaps(columns, right, size).sizes]
+    ends = [[0, *accumulate(sizes)] for sizes in spans]
+    sizes = [max(0, min(b, d) - max(a, c)) for a, b in pairwise(ends[0]) for c, d in pairwise(ends[1])]
+    kept = [d for i, d in enumerate(layout.dims) if i not in pair]
+    axes = rows.axes + columns.axes
+    if not axes:
+        return layout, [*kept, (whole(size),)], {}
+    tops, lefts = _starts(rows), _starts(columns)
+    start = PerRank(lambda place: offset + tops[layout.shard(rows, place)] - lefts[layout.shard(columns, place)])
+    return layout, [*kept, (Factor(size, axes, tuple(sizes)),)], {"offset": start}
+
+
 def _diagonal(call: Call) -> Proposal:
-    layout = call.tensors[0]
-    first, second = int(call["dim1"]) % layout.ndim, int(call["dim2"]) % layout.ndim
-    layout = layout.without((*layout.axes_of(first), *layout.axes_of(second)))
-    kept = [d for i, d in enumerate(layout.dims) if i not in (first, second)]
-    return Proposal((layout,), (_result(call, layout, [*kept, (whole(call.results[0].shape[-1]),)]),))
+    layout, dims, here = _on_diagonal(call)
+    return Proposal((layout,), (_result(call, layout, dims),), here)
+
+
+def _diagonal_scatter(call: Call) -> Proposal:
+    layout, dims, here = _on_diagonal(call)
+    layout = layout.reduced()
+    return Proposal((layout, call.tensors[1].replace(dims=dims, partials=())), (_result(call, layout, layout.dims),), here)
 
 
 rule("diagonal diagonal_copy", function=_diagonal)
+rule("diagonal_scatter", function=_diagonal_scatter)
 
+
+def _windows(call: Call) -> Proposal:
+    """A dim becomes one of windows and one of positions in them."""
+    layout, shape = call.tensors[0], call.results[0].shape
+    if not layout.ndim:
+        return Proposal((layout,), (_result(call, layout, [(whole(shape[0]),)]),))
+    dim = int(call["dimension"]) % layout.ndim
+    layout = layout.without(layout.axes_of(dim))
+    dims = [(whole(shape[dim]),) if i == dim else own for i, own in enumerate(layout.dims)]
+    return Proposal((layout,), (_result(call, layout, [*dims, (whole(shape[-1]),)]),))
+
+
+rule("unfold unfold_copy", function=_windows)
+rule("flip", "...[dims] -> ...[dims]", whole="[]", passes="all")
+
+# ── complex numbers as pairs ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _summed(layout: Layout) -> Layout:
+    """With nothing pending but sums: numbers are multiplied and compared otherwise than their parts."""
+    return layout.replace(partials=[(axis, kind) for axis, kind in layout.partials if kind in ("sum", "avg")])
+
+
+def _as_pairs(call: Call) -> Proposal:
+    layout = _summed(call.tensors[0])
+    return Proposal((layout,), (_result(call, layout, [*layout.dims, (whole(2),)]),))
+
+
+def _of_pairs(call: Call) -> Proposal:
+    layout = _summed(call.tensors[0])
+    layout = layout.without(layout.axes_of(-1))
+    return Proposal((layout,), (_result(call, layout, layout.dims[:-1]),), call=_complex_or_tell)
+
+
+def _complex_or_tell(x: Tensor) -> Tensor:
+    """A view; raises LocalCopy where the pairs are not side by side in local memory as they would be in the global one."""
+    try:
+        return torch.view_as_complex(x)
+    except RuntimeError:
+        raise LocalCopy("local pairs are apart", torch.view_as_complex(x.contiguous())) from None
+
+
+rule("view_as_real view_as_real_copy", function=_as_pairs)
+rule("view_as_complex view_as_complex_copy", function=_of_pairs)
 
 # ── several results, several arguments ────────────────────────────────────────────────────────────────────────────────
 
@@ -400,3 +469,19 @@ def _stack(tools: Any, op: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tens
 
 
 rule("stack", program=_stack)
+
+
+def _roll(tools: Any, op: Any, x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
+    """Along a cut dim, two slices that change places: only what leaves its rank moves."""
+    if not dims:
+        return op(x.reshape(-1), shifts, [0]).reshape(x.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        at = -shift % x.shape[dim]
+        if at and tools.layout(x).axes_of(dim):
+            x = aten.cat.default([aten.slice.Tensor(x, dim, at), aten.slice.Tensor(x, dim, 0, at)], dim)
+        else:
+            x = op(x, [shift], [dim]) if at else x.clone()
+    return x
+
+
+rule("roll", "...[dims] -> ...[dims]", whole="[]", passes="all", program=_roll)

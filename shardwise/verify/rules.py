@@ -45,6 +45,9 @@ def check_rule(name: str, samples: Mapping[str, list[Sample]]) -> RuleVerdict:
     if row is None or "empty" in name:
         verdict.aside = "its results are not written"
         return verdict
+    if row.unoffered.startswith("all:"):
+        verdict.aside = f"refused{row.unoffered.removeprefix('all')}"
+        return verdict
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fixed = [sample for sample in several if _repeats(sample)]

@@ -26,7 +26,7 @@ def compare(axes: dict[str, int]) -> int:
     return len(functions(mesh))
 
 
-@pytest.mark.parametrize(("ranks", "axes"), [(n, axes) for n, several in AXES.items() for axes in several])
+@pytest.mark.parametrize(("ranks", "axes"), AXES)
 def test_captured_functions_mean_what_they_mean(ranks: int, axes: dict[str, int], pool: Any) -> None:
     assert set(pool(ranks).run(compare, axes)) == {20 + HAS_KEYS}
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._decomp import get_decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule
@@ -23,7 +25,12 @@ from shardwise import DTensor, Replicate, Shard
 from shardwise._torch import HAS_KEYS, local_graphs
 from tests.compiled.functions import UNEVEN, assert_same, fake_job, functions, inputs, values
 
-AXES = {2: [{"tp": 2}], 4: [{"tp": 4}, {"dp": 2, "tp": 2}], 8: [{"a": 2, "b": 2, "c": 2}]}
+AXES = [
+    (2, {"tp": 2}),
+    pytest.param(4, {"tp": 4}, marks=pytest.mark.slow),
+    (4, {"dp": 2, "tp": 2}),
+    pytest.param(8, {"a": 2, "b": 2, "c": 2}, marks=pytest.mark.slow),
+]
 
 
 def compare(axes: dict[str, int], backend: str, names: list[str] | None = None) -> int:
@@ -36,7 +43,7 @@ def compare(axes: dict[str, int], backend: str, names: list[str] | None = None) 
     return len(chosen)
 
 
-@pytest.mark.parametrize(("ranks", "axes"), [(n, axes) for n, several in AXES.items() for axes in several])
+@pytest.mark.parametrize(("ranks", "axes"), AXES)
 def test_compiled_functions_mean_what_they_mean(ranks: int, axes: dict[str, int], pool: Any) -> None:
     assert set(pool(ranks).run(compare, axes, "aot_eager")) == {20 + HAS_KEYS}
 
@@ -151,20 +158,68 @@ def test_tracing_is_no_communication() -> None:
 # ── random numbers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_random_numbers_are_drawn_anew_in_every_call() -> None:
-    mesh = sw.init_mesh(dp=2, tp=2)
-    x = sw.ones(8, 16, mesh=mesh, placements={"dp": Shard(0)})
+def noisy(x: DTensor) -> list[DTensor]:
+    """Random numbers of many kinds."""
+    filled = [x.clone().normal_(1, 2), x.clone().uniform_(1, 2), torch.nn.init.kaiming_uniform_(x.clone()), torch.randn_like(x)]
+    chosen = [torch.multinomial(x.abs(), 3), torch.multinomial(x.abs(), 3, replacement=True), torch.randint_like(x, 9)]
+    made = [sw.randn(8, 5, mesh=x.mesh, placements=[Shard(1), Shard(0)]), sw.randperm(20, mesh=x.mesh)]
+    return [F.dropout(x, 0.5), torch.rand_like(x), torch.bernoulli(x / 2), *filled, *chosen, *made]
 
-    def noisy(x: DTensor) -> DTensor:
-        return F.dropout(x, 0.5) + torch.rand_like(x) + sw.randn(8, 16, mesh=mesh, placements={"tp": Shard(1)})
 
-    compiled = torch.compile(noisy, backend="aot_eager", fullgraph=True)
+def as_before(function: Any, compiled: Any, x: DTensor) -> None:
+    """Two calls of a compiled function draw what two calls of it as it is draw: each other numbers, bit by bit the same."""
     torch.manual_seed(3)
-    want = [noisy(x).full_tensor() for _ in range(2)]
+    want = [y.full_tensor() for _ in range(2) for y in function(x)]
     torch.manual_seed(3)
-    got = [compiled(x).full_tensor() for _ in range(2)]
-    assert not torch.equal(got[0], got[1])
-    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    got = [y.full_tensor() for _ in range(2) for y in compiled(x)]
+    assert not any(map(torch.equal, got[: len(got) // 2], got[len(got) // 2 :]))
+    for number, (one, other) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(one, other), f"result {number} of {x!r}"
+
+
+@pytest.mark.parametrize("how", ["aot_eager", "captured"])
+def test_random_numbers_are_drawn_anew_in_every_call(how: str) -> None:
+    compiled: Any = sw.capture(noisy) if how == "captured" else torch.compile(noisy, backend=how, fullgraph=True)
+    as_before(noisy, compiled, sw.ones(7, 6, mesh=sw.init_mesh(dp=2, tp=2), placements=[Shard(0), Shard(1)]))
+
+
+def test_random_numbers_that_inductor_fuses() -> None:
+    def function(x: DTensor) -> list[DTensor]:
+        return [F.dropout(x, 0.5), torch.rand_like(x)]
+
+    x = sw.ones(5, 6, mesh=sw.init_mesh(tp=2), placements=[Shard(1)])
+    counters["inductor"].clear()
+    as_before(function, torch.compile(function, fullgraph=True), x)
+
+
+def traced_numbers(table: Any) -> list[str]:
+    """The operators of a program that draws on uneven pieces and on even ones, for a compiler that has such a table."""
+    mesh, found = sw.init_mesh(dp=2, tp=2), list[str]()
+    x = sw.ones(8, 16, mesh=mesh, placements={"dp": Shard(0), "tp": Shard(1)}).requires_grad_()
+
+    def keep(gm: GraphModule, given: Any) -> Any:
+        found.append(gm.print_readable(print_output=False))
+        return make_boxed_func(gm)
+
+    backend = aot_autograd(fw_compiler=keep, decompositions=table)
+    torch._dynamo.reset()
+    torch.compile(lambda x: (F.dropout(x, 0.5) * x + torch.randn_like(x)).sum(), backend=backend, fullgraph=True)(x).backward()
+    return found
+
+
+def test_what_draws_is_the_same_on_every_rank_and_in_the_order_of_the_calls() -> None:
+    fused = get_decompositions([torch.ops.aten.gelu_backward])
+    for table in ({}, fused):
+        graphs = []
+        for rank in range(4):
+            with fake_job(rank, 4):
+                graphs.append(traced_numbers(table))
+        assert all(other == graphs[0] for other in graphs)
+        forward, backward = graphs[0]
+        keys = re.findall(r"(\w+): \"i64\[2\]\".* = torch.ops.shardwise.random_key.default\((\w+)\)", forward)
+        assert len(keys) == 2 and keys[0][1] == "None" and keys[1][1] == keys[0][0], forward
+        assert "random_key" not in backward
+        assert forward.count("torch.ops.shardwise.draw.default(") == (1 if table else 2)
 
 
 def test_pieces_whose_shapes_nobody_can_compare() -> None:
@@ -327,13 +382,32 @@ def change_sizes(axes: dict[str, int], dynamic: bool | None) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "axes"), [(2, {"tp": 2}), (4, {"dp": 2, "tp": 2})], ids=str)
+@pytest.mark.parametrize(("ranks", "axes"), [(2, {"tp": 2}), pytest.param(4, {"dp": 2, "tp": 2}, marks=pytest.mark.slow)])
 def test_sizes_may_change(ranks: int, axes: dict[str, int], pool: Any) -> None:
     for dynamic, most in ((True, 1), (None, 2)):
         for found in pool(ranks).run(change_sizes, axes, dynamic):
             cut = {name: found.pop(name) for name in ("uneven", "sliced", "joined")}
             assert max(cut.values()) <= 4, cut  # parts of a cut dim have pieces of given sizes, and they are of one size only
             assert max(found.values()) <= most, found
+
+
+def write_after_cutting(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a cut of a tensor holds after the tensor was written to; the memory of the two must not be the same."""
+
+    def function(x: DTensor) -> DTensor:
+        cut = x.redistribute(placements=[Shard(0)])
+        x.mul_(10.0)
+        return cut
+
+    x = sw.distribute_tensor(torch.arange(1.0, 1.0 + rows), sw.init_mesh(tp=2), [Replicate()])
+    cut = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
+    return cut.full_tensor(), x.full_tensor()
+
+
+def test_a_cut_does_not_follow_what_it_was_cut_from(pool: Any) -> None:
+    for rows in (6, 5, 7):  # the second is traced for all sizes, until its uneven pieces say that it cannot be
+        for cut, x in pool(2).run(write_after_cutting, rows):
+            assert torch.equal(10 * cut, x) and x.tolist() == [10.0 * (i + 1) for i in range(rows)]
 
 
 @pytest.mark.parametrize("dim", [0, 1])

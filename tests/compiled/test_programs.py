@@ -17,10 +17,10 @@ from torch import Tensor
 import shardwise as sw
 from tests.conftest import SEED
 from tests.laws import distributed
-from tests.processes.test_programs import MESHES
+from tests.processes.test_programs import MESHES, same_everywhere
 from tests.simulated.test_programs import describe, programs, run
 
-COUNT = int(os.environ.get("SHARDWISE_COMPILED", "24"))
+COUNT = int(os.environ.get("SHARDWISE_COMPILED", "16"))
 BACKEND = os.environ.get("SHARDWISE_BACKEND", "aot_eager")
 
 
@@ -62,6 +62,8 @@ def many(count: int, meshes: list[dict[str, int]] | None, place: Callable[..., A
     @given(programs() if meshes is None else programs(meshes))
     def one(program: Any) -> None:
         note(describe(*program))
+        if meshes is not None:
+            same_everywhere(program)
         check(program, place)
         ran.append(program)
 

@@ -6,8 +6,10 @@ The function must be importable by name (top level of a test module): it travels
 and results. It runs with the process group initialised and the seed set to 0.
 """
 
+import faulthandler
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -22,6 +24,8 @@ import torch.multiprocessing as mp
 
 # How long the other ranks may still take once one has failed: they may wait for it in a collective.
 GRACE_SECONDS = 5.0
+# How many characters of what a process wrote to stderr are shown when it ends.
+LAST_WORDS = 4000
 
 
 class Reply(NamedTuple):
@@ -49,7 +53,7 @@ class Pool:
         replies: dict[int, Reply] = {}
         try:
             for rank, pipe in enumerate(self._pipes):
-                _send(pipe, request, rank, replies)
+                self._send(pipe, request, rank, replies)
             self._collect(replies, timeout)
         except BaseException:
             self.close()
@@ -71,10 +75,9 @@ class Pool:
     def _start(self) -> None:
         context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
-        store = str(Path(self._folder.name) / "store")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, store, rank, self.size), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, self._folder.name, rank, self.size), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -91,11 +94,39 @@ class Pool:
             if not ready:
                 return
             for pipe in sorted(ready, key=lambda p: ranks[p]):
-                replies[ranks[pipe]] = _receive(pipe, ranks[pipe])
+                replies[ranks[pipe]] = self._receive(pipe, ranks[pipe])
+
+    def _send(self, pipe: Connection, request: bytes, rank: int, replies: dict[int, Reply]) -> None:
+        try:
+            pipe.send_bytes(request)
+        except OSError:
+            replies[rank] = self._dead(rank)
+
+    def _receive(self, pipe: Connection, rank: int) -> Reply:
+        try:
+            return pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return self._dead(rank)
+
+    def _dead(self, rank: int) -> Reply:
+        self._processes[rank].join(GRACE_SECONDS)
+        code = self._processes[rank].exitcode
+        text = f"the process of rank {rank} ended without an answer, with exit code {code}"
+        return Reply(error=RuntimeError(text), traceback=self._last_words(rank))
+
+    def _last_words(self, rank: int) -> str:
+        return (Path(self._folder.name) / f"stderr{rank}").read_text()[-LAST_WORDS:]
+
+    def _stack(self, rank: int) -> str:
+        """Where a process that does not answer is, as it says itself."""
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(1)
+        return self._last_words(rank)
 
     def _results(self, replies: dict[int, Reply], name: str, timeout: float) -> list[Any]:
         failed = {rank: reply for rank, reply in replies.items() if reply.error}
         silent = [rank for rank in range(self.size) if rank not in replies]
+        standing = [f"rank {rank} stands here:\n{self._stack(rank)}" for rank in silent]
         if silent or 0 < len(failed) < self.size:
             # Some ranks may be ahead of others in the sequence of collectives: the group is of no more use.
             self.close()
@@ -103,33 +134,21 @@ class Pool:
             reply.error.add_note(f"on rank {rank} of {self.size}, in {name}:\n{reply.traceback}")
             raise reply.error
         if silent:
-            raise TimeoutError(f"{name} on {self.size} ranks: no answer from ranks {silent} within {timeout:g} s")
+            error = TimeoutError(f"{name} on {self.size} ranks: no answer from ranks {silent} within {timeout:g} s")
+            error.add_note("\n".join(standing))
+            raise error
         return [replies[rank].value for rank in range(self.size)]
 
 
-def _send(pipe: Connection, request: bytes, rank: int, replies: dict[int, Reply]) -> None:
-    try:
-        pipe.send_bytes(request)
-    except OSError:
-        replies[rank] = _dead(rank)
-
-
-def _receive(pipe: Connection, rank: int) -> Reply:
-    try:
-        return pickle.loads(pipe.recv_bytes())
-    except (EOFError, OSError):
-        return _dead(rank)
-
-
-def _dead(rank: int) -> Reply:
-    return Reply(error=RuntimeError(f"the process of rank {rank} ended without an answer"))
-
-
-def _serve(pipe: Connection, store: str, rank: int, size: int) -> None:
-    """The life of one worker: join the group, then answer requests until killed."""
+def _serve(pipe: Connection, folder: str, rank: int, size: int) -> None:
+    """The life of one worker: join the group, then answer requests until killed. What it writes to stderr goes to a file."""
+    with (Path(folder) / f"stderr{rank}").open("w") as words:
+        os.dup2(words.fileno(), 2)
+    faulthandler.enable(2)
+    faulthandler.register(signal.SIGUSR1, 2, all_threads=False)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder) / "store"), size), rank=rank, world_size=size)
     while True:
         pipe.send_bytes(_answer(pipe.recv_bytes()))
 

@@ -6,16 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, seed, settings
 
 import shardwise as sw
 from tests.conftest import SEED
-from tests.simulated.test_programs import programs, run
+from tests.simulated.test_programs import describe, programs, run
 
 MESHES: dict[int, list[dict[str, int]]] = {2: [{"a": 2}], 4: [{"a": 4}, {"a": 2, "b": 2}]}
 
 
+def same_everywhere(program: Any) -> None:
+    """Fail where ranks drew different programs: run, they would wait for one another for ever."""
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, describe(*program))
+    assert texts == texts[:1] * len(texts), "ranks drew different programs:\n\n" + "\n\n".join(texts)
+
+
 def check(program: Any) -> None:
+    same_everywhere(program)
     axes, inputs, layouts, steps = program
     mesh = sw.init_mesh(**axes)
     dense = [x.clone().requires_grad_() for x in inputs]

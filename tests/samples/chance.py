@@ -67,7 +67,10 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten.rrelu_with_noise_": [
         sample(lambda x, n: aten.rrelu_with_noise_(x, n, 0.5, 0.5, True), (5, 3), (5, 3), mutates=(0, 1)),
     ],
-    "aten.multinomial": [sample(lambda p: aten.multinomial(p, 1), torch.eye(5, 3).roll(3, 0)[[0, 3, 4]], partial=False)],
+    "aten.multinomial": [
+        sample(lambda p: aten.multinomial(p, 1), torch.eye(5, 3).roll(3, 0)[[0, 3, 4]], partial=False),
+        sample(lambda p: aten.multinomial(p, 4, True), torch.eye(5, 3).roll(3, 0)[[0, 3, 4]], partial=False),
+    ],
     "aten.poisson": [sample(lambda x: aten.poisson(x * 0), (5, 3))],
     "aten.binomial": [sample(lambda n: aten.binomial(n, n * 0 + 1), half * 6, partial=False)],
     "aten._standard_gamma": [sample(lambda x: aten._standard_gamma(x.square() + 1) > 0, (5, 3))],

@@ -25,6 +25,14 @@ SAMPLES: dict[str, list[Sample]] = {
         sample(lambda x: aten.new_empty_strided(x, [4, 2], [2, 1]).zero_(), (5, 3)),
         sample(lambda x: aten.new_empty_strided(x, [5, 3], [1, 5]).zero_(), (5, 3)),
     ],
+    "aten._has_same_storage_numel": [
+        sample(aten._has_same_storage_numel, (5, 3), (5, 3)),
+        sample(aten._has_same_storage_numel, (5, 3), (3, 4)),
+    ],
+    "aten._new_zeros_with_same_feature_meta": [
+        sample(aten._new_zeros_with_same_feature_meta, (5, 3), (5, 3)),
+        sample(lambda x, y: aten._new_zeros_with_same_feature_meta(x, y, self_num_batch_dims=1), (2, 5, 3), (5, 3)),
+    ],
     "aten._local_scalar_dense": [
         sample(lambda x: round(aten._local_scalar_dense(x), 4), ()),
         sample(lambda x: round(x.item(), 4), (1, 1)),

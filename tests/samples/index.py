@@ -19,6 +19,7 @@ once = torch.tensor([[0, 4, 1], [3, 2, 2]])
 smaller = torch.tensor([[4, 0], [1, 1]])
 rows = torch.tensor([3, 0, 3])
 distinct = torch.tensor([3, 0, 4])
+HALF = torch.tensor([True, False, True, False, True])
 
 
 def at(op: Any, dim: int, *rest: Any, **words: Any) -> Any:
@@ -79,7 +80,10 @@ SAMPLES: dict[str, list[Sample]] = {
         sample(lambda x, i, j: aten.index(x, [i, None, j]), (5, 2, 3), torch.tensor([[4], [1], [1]]), torch.tensor([2, -3])),
         sample(lambda x, i, j: aten.index(x, [None, i, j]), (2, 5, 3), torch.tensor([4, 0, 1]), torch.tensor(-1)),
         sample(lambda x, i: aten.index(x, [None, i]), (3, 5, 1), torch.tensor(3)),
-        sample(lambda x, m: aten.index(x, [m]), (5, 3), torch.tensor([True, False, True, False, True])),
+        sample(lambda x, m: aten.index(x, [m]), (5, 3), HALF),
+        sample(lambda x, m: aten.index(x, [m]), (5, 3, 2), torch.eye(5, 3).bool()),
+        sample(lambda x, m: aten.index(x, [None, m]), (3, 5), HALF),
+        sample(lambda x, m, i: aten.index(x, [m, i]), (5, 3), HALF, torch.tensor(2)),
     ],
     "aten._unsafe_index.Tensor": [sample(lambda x, i: aten._unsafe_index(x, [None, i]), (5, 3), torch.tensor([0, 2, 2]))],
     "aten.index_put": [
@@ -91,6 +95,8 @@ SAMPLES: dict[str, list[Sample]] = {
         ),
         sample(lambda x, m, v: aten.index_put_(x, [m], v), (5, 3), torch.eye(5, 3).bool(), (), mutates=(0,)),
         sample(lambda x, m, v: aten.index_put(x, [m], v, True), (5, 3), torch.eye(5)[1].bool(), (1, 3)),
+        sample(lambda x, m, v: aten.index_put_(x, [m], v), (5, 3), HALF, (3, 3), mutates=(0,)),
+        sample(lambda x, m, v: aten.index_put(x, [None, m], v), (3, 5), HALF, (3, 3)),
     ],
     "aten._unsafe_index_put": [
         sample(lambda x, i, v: aten._unsafe_index_put(x, [i], v, True), (5, 3), torch.tensor([0, 1, 0]), (3, 3))
@@ -109,6 +115,37 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten.select_backward": [
         sample(lambda g: aten.select_backward(g, [3, 5, 2], 1, 3), (3, 2)),
         sample(lambda g: aten.select_backward(g, [4], 0, -1), ()),
+    ],
+    "aten.diagonal_backward": [
+        sample(lambda g: aten.diagonal_backward(g, [5, 3], -1, 0, 1), (3,)),
+        sample(lambda g: aten.diagonal_backward(g, [4, 2, 7], 2, 0, 2), (2, 4)),
+    ],
+    "aten.unfold_backward": [sample(lambda g: aten.unfold_backward(g, [7, 3], 0, 3, 2), (3, 3, 3))],
+    "aten.put": [
+        sample(lambda x, i, v: aten.put(x, i, v), (5, 3), torch.tensor([[14, 0], [-2, 7]]), (2, 2)),
+        sample(lambda x, i, v: aten.put_(x, i, v, True), (5, 3), torch.tensor([3, 3, 0]), (3,), mutates=(0,)),
+    ],
+    "aten.nonzero": [
+        sample(aten.nonzero, torch.eye(5, 3)),
+        sample(aten.nonzero, HALF),
+        sample(aten.nonzero, torch.tensor(2.0)),
+        sample(aten.nonzero, torch.zeros(5)),
+    ],
+    "aten.masked_select": [
+        sample(aten.masked_select, (5, 3), torch.eye(5, 3).bool()),
+        sample(aten.masked_select, (2, 5), HALF),
+        sample(aten.masked_select, (), torch.tensor(True)),
+    ],
+    "aten.masked_scatter": [
+        sample(aten.masked_scatter, (5, 3), torch.eye(5, 3).bool(), (2, 4)),
+        sample(aten.masked_scatter_, (3, 5), HALF, (3, 5), mutates=(0,)),
+    ],
+    "aten.masked_scatter_backward": [
+        sample(lambda g, m: aten.masked_scatter_backward(g, m, [2, 3]), (5, 3), torch.eye(5, 3).bool())
+    ],
+    "aten.as_strided_scatter": [
+        sample(lambda x, y: aten.as_strided_scatter(x, y, [2, 2], [3, 2], 1), (5, 3), (2, 2)),
+        sample(lambda x, y: aten.as_strided_scatter(x, y, [], [], 4), (5, 3), ()),
     ],
     "aten.equal": [
         sample(aten.equal, (5, 3), (5, 3)),

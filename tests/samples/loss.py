@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,18 @@ def nll(op: Any, reduction: int, ignored: int = -100, weight: bool = True) -> Ca
     return call
 
 
+def margin_gradient(reduction: int, grad: Tensor, x: Tensor, target: Tensor, weight: Tensor) -> Any:
+    return aten.multi_margin_loss_backward(grad, x, target, 1, 0.5, weight, reduction)
+
+
+def label_gradient(reduction: int, grad: Tensor, x: Tensor, target: Tensor) -> Any:
+    hit = aten.multilabel_margin_loss_forward(x, target, reduction)[1]
+    return aten.multilabel_margin_loss_backward(grad, x, target, reduction, hit)
+
+
 total = torch.tensor(3.5)
+classes = torch.tensor([2, 0, 1, 1, 2])
+labels = torch.tensor([[0, 2, -1], [1, -1, -1], [2, 1, 0], [-1, -1, -1], [0, -1, 1]])
 
 SAMPLES: dict[str, list[Sample]] = {
     "aten.mse_loss": [
@@ -81,5 +93,14 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten.nll_loss2d_backward": [
         sample(nll(aten.nll_loss2d_backward, MEAN), (), (3, 3, 1, 3), targets2d, weights[:3], total),
         sample(nll(aten.nll_loss2d_backward, NONE, 1, weight=False), (3, 1, 3), (3, 3, 1, 3), targets2d, total),
+    ],
+    "aten.multi_margin_loss_backward": [
+        sample(partial(margin_gradient, MEAN), (), (5, 3), classes, weights[:3]),
+        sample(partial(margin_gradient, NONE), (5,), (5, 3), classes, weights[:3]),
+        sample(partial(margin_gradient, MEAN), (), (3,), classes[:1], weights[:3]),
+    ],
+    "aten.multilabel_margin_loss_backward": [
+        sample(partial(label_gradient, MEAN), (), (5, 3), labels),
+        sample(partial(label_gradient, NONE), (5,), (5, 3), labels),
     ],
 }

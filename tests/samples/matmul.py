@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,6 +18,17 @@ def matrices(*inputs: tuple[int, ...]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(i, generator=generator, dtype=torch.complex64) for i in inputs]
 
+
+def grouped(transpose: bool = False) -> Any:
+    """A grouped product; of columns where `transpose`."""
+    return lambda x, w, o: aten._grouped_mm(x.t() if transpose else x, w, o)
+
+
+def bytes_(*shape: int) -> torch.Tensor:
+    return torch.randint(-9, 9, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+
+
+ends = torch.tensor([2, 2, 5, 7], dtype=torch.int32)
 
 SAMPLES: dict[str, list[Sample]] = {
     "aten.mm": [sample(aten.mm, (5, 3), (3, 4)), sample(aten.mm, (1, 3), (3, 2)), sample(aten.mm, (2, 0), (0, 3))],
@@ -44,5 +56,13 @@ SAMPLES: dict[str, list[Sample]] = {
     "aten.addr": [
         sample(aten.addr, (5, 3), (5,), (3,)),
         sample(partial(aten.addr, **scaled), (3,), (5,), (3,)),
+    ],
+    "aten._int_mm": [sample(aten._int_mm, bytes_(5, 3), bytes_(3, 4))],
+    "aten._grouped_mm": [
+        sample(grouped(), (7, 8), (4, 8, 4), ends),
+        sample(lambda x, w, o: aten._grouped_mm(x, w, o)[:5], (7, 4), (3, 4, 4), ends[:3]),
+        sample(grouped(), (4, 4, 8), (8, 8), torch.tensor([2, 2, 5, 8], dtype=torch.int32)),
+        sample(grouped(transpose=True), (7, 4), (7, 8), ends),
+        sample(aten._grouped_mm, (3, 5, 4), (3, 4, 4)),
     ],
 }

@@ -77,6 +77,20 @@ def _rms_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> Any:
     return run(grad, x, [3], rstd, weight, [True, True])
 
 
+def _batch_backward(train: bool, mask: list[bool], *weight: Tensor) -> Sample:
+    mean, rstd = IMAGE.mean((0, 2)), IMAGE.var((0, 2), correction=0).add(1e-5).rsqrt()
+    op = aten.native_batch_norm_backward
+    stats = (SCALE, SCALE.abs(), mean, rstd)
+    return sample(
+        lambda g, x, *w: op(g, x, *(w or (None,)), *stats, train, 1e-5, mask), IMAGE.flip(0), IMAGE, *weight, atol=1e-4
+    )
+
+
+def _miopen(x: Tensor, *rest: Tensor) -> Any:
+    op = aten.miopen_batch_norm if isinstance(x, DTensor) else aten.native_batch_norm  # which has a kernel here
+    return op(x, *rest, True, 0.1, 1e-5)
+
+
 SAMPLES: dict[str, list[Sample]] = {
     "aten._softmax": _softmax("_softmax"),
     "aten._log_softmax": _softmax("_log_softmax"),
@@ -130,4 +144,10 @@ SAMPLES: dict[str, list[Sample]] = {
         sample(lambda x: _group(x, None, None), IMAGE),
     ],
     "aten.native_group_norm_backward": [_group_backward([True] * 3), _group_backward([False, True, False])],
+    "aten.native_batch_norm_backward": [
+        _batch_backward(True, [True, True, True], SCALE),
+        _batch_backward(False, [True, False, True]),
+    ],
+    "aten.miopen_batch_norm": [sample(_miopen, IMAGE, SCALE, SCALE, SCALE, SCALE.abs(), mutates=(3, 4))],
+    "aten.batch_norm_stats": [],  # it is refused
 }

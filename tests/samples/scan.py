@@ -4,6 +4,8 @@ empty."""
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,6 +16,16 @@ BOOLS = INTS > 1
 APART = torch.tensor([0.5, -1.5, 2.0, 0.25, -0.75, 1.25, 3.5, -2.5, 4.5, -3.0, 6.0, 5.0, -4.0, 7.0, 9.0]).view(5, 3)
 HOLED = APART.clone()
 HOLED[1, 1] = math.nan
+#: Of equal values the last is the extreme, also one in another shard.
+TIES = torch.tensor([[1.0, 3.0], [2.0, 3.0], [2.0, 1.0], [0.0, 3.0], [2.0, 1.0]])
+
+
+def slope(x: Any, f: Any) -> Any:
+    """The gradient of a weighted sum of running extremes."""
+    leaf = x.detach().requires_grad_()
+    (f(leaf, 0)[0] * torch.arange(1.0, 6.0).view(5, 1)).sum().backward()
+    return leaf.grad
+
 
 SAMPLES: dict[str, list[Sample]] = {
     "aten.cumsum": [
@@ -36,17 +48,16 @@ SAMPLES: dict[str, list[Sample]] = {
         sample(lambda x: x.logcumsumexp(0), (5, 3)),
         sample(lambda x: x.logcumsumexp(0), torch.tensor([-math.inf, -math.inf, 1.0, -math.inf]), partial=False),
     ],
-    "aten.cummax": [sample(lambda x: x.cummax(0), APART), sample(lambda x: x.cummax(1), INTS)],
-    "aten.cummin": [sample(lambda x: x.cummin(0), APART), sample(lambda x: x.cummin(1), INTS)],
-    "aten.sort": [
-        sample(lambda x: x.sort(0), APART),
-        sample(lambda x: torch.sort(x, dim=1, descending=True, stable=True), INTS),
-        sample(lambda x: x.argsort(-1), APART),
-        sample(torch.msort, APART),
-    ],
-    "aten.topk": [sample(lambda x: x.topk(2), APART), sample(lambda x: x.topk(3, 0, largest=False), APART)],
-    "aten.kthvalue": [sample(lambda x: x.kthvalue(2), APART), sample(lambda x: x.kthvalue(3, 0, True), APART)],
-    "aten.median": [sample(torch.median, APART), sample(lambda x: x.median(0, keepdim=True), APART)],
-    "aten.nanmedian": [sample(torch.nanmedian, APART), sample(lambda x: x.nanmedian(0), HOLED, partial=False)],
-    "aten.mode": [sample(lambda x: x.mode(0), INTS), sample(lambda x: x.mode(1, True), INTS)],
 }
+for name in ("cummax", "cummin"):
+    f = getattr(torch, name)
+    SAMPLES[f"aten.{name}"] = [
+        sample(partial(f, dim=0), APART),
+        sample(partial(f, dim=1), INTS),
+        sample(partial(f, dim=0), TIES, partial=False),
+        sample(partial(f, dim=0), HOLED, partial=False),
+        sample(partial(f, dim=-1), BOOLS),
+        sample(partial(f, dim=0), ()),
+        sample(lambda x, f=f: f(x.flatten(), 0), (3, 4)),
+        sample(lambda x, f=f: slope(x, f), TIES, partial=False),
+    ]

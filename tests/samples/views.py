@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tests.laws import Sample, sample
 
@@ -12,6 +13,15 @@ aten = torch.ops.aten
 def viewed(*size: int) -> object:
     return lambda x: aten.view.default(x, list(size))
 
+
+def written_diagonal(x: Tensor) -> Tensor:
+    """A write to the view reaches what it is a view of."""
+    x = x + 0
+    x.diagonal(-1).fill_(7)
+    return x
+
+
+PAIRS = torch.complex(torch.arange(15.0).view(5, 3), torch.arange(15.0).view(5, 3).flip(0))
 
 SAMPLES: dict[str, list[Sample]] = {
     "aten.view.default": [
@@ -66,10 +76,27 @@ SAMPLES: dict[str, list[Sample]] = {
     ],
     "aten.select_copy.int": [sample(lambda x: aten.select_copy.int(x, 0, 3), (5, 3))],
     "aten.diagonal": [
+        sample(written_diagonal, (5, 4), partial=False),
         sample(lambda x: aten.diagonal(x, 1, 0, 2), (5, 3, 4)),
         sample(lambda x: aten.diagonal(x), (5, 3)),
     ],
     "aten.diagonal_copy": [sample(lambda x: aten.diagonal_copy(x, -1), (5, 3))],
+    "aten.diagonal_scatter": [
+        sample(lambda x, y: aten.diagonal_scatter(x, y, 1), (5, 4), (3,)),
+        sample(lambda x, y: aten.diagonal_scatter(x, y, -1, 0, 2), (4, 2, 3), (2, 3)),
+    ],
+    "aten.unfold": [sample(lambda x: x.unfold(-1, 3, 2), (3, 7)), sample(lambda x: x.unfold(0, 1, 1), ())],
+    "aten.unfold_copy": [sample(lambda x: aten.unfold_copy(x, 0, 2, 1), (5, 3))],
+    "aten.flip": [sample(lambda x: x.flip(0), (5, 3)), sample(lambda x: x.flip(0, -1), (5, 3, 2))],
+    "aten.roll": [
+        sample(lambda x: x.roll(2, 0), (5, 3)),
+        sample(lambda x: x.roll((-4, 1, 5), (0, -1, 0)), (5, 3)),
+        sample(lambda x: x.roll(4), (5, 3)),
+    ],
+    "aten.view_as_real": [sample(torch.view_as_real, PAIRS), sample(lambda x: x.imag, PAIRS)],
+    "aten.view_as_real_copy": [sample(aten.view_as_real_copy, PAIRS)],
+    "aten.view_as_complex": [sample(torch.view_as_complex, (5, 3, 2))],
+    "aten.view_as_complex_copy": [sample(aten.view_as_complex_copy, (5, 3, 2))],
     "aten.split.Tensor": [
         sample(lambda x: aten.split.Tensor(x, 2, 0), (5, 3)),
         sample(lambda x: aten.split.Tensor(x, 2, -1), (5, 3)),

@@ -209,6 +209,15 @@ def test_a_torch_device_mesh_is_a_mesh() -> None:
     assert (mesh.shape, mesh.ranks, mesh.world) == ({"dp": 2, "tp": 2}, (0, 1, 2, 3), "processes")
 
 
+def test_a_view_of_uneven_pieces_that_lie_otherwise_is_severed() -> None:
+    x = DTensor.from_local(sw.Bundle([torch.randn(4, 2).t(), torch.randn(4, 1).t()]), sw.init_mesh(tp=2), [Shard(0)])
+    flat = x.view(-1)
+    x.add_(1)
+    assert torch.equal(flat.full_tensor(), x.full_tensor().view(-1))
+    with pytest.raises(sw.OperatorError, match=r"aten.add_ writes to f32\[12@tp\{8,4\}\], a view that data had to move for"):
+        flat.add_(1)
+
+
 def test_severed_views_cannot_be_written_to() -> None:
     d = distributed(values(10), sw.init_mesh(a=4), [Shard(0)])
     moved = d.view(2, 5)

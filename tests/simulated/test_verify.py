@@ -209,10 +209,8 @@ def test_fallbacks_are_counted_and_can_be_forbidden() -> None:
     x = sw.ones(4, 4, mesh=sw.init_mesh(a=2), placements=[Shard(0)])
     with sw.trace_comm() as log:
         torch.diag_embed(x)
-        torch.linalg.inv(x + torch.eye(4))
+        torch.geqrf(x)
     assert "aten.diag_embed" in log.decomposed and "decomposed for want of a rule: aten.diag_embed (x1)" in str(log)
     assert log.fallbacks and log.fallbacks[0] in str(log)
     with sw.communication("forbid"), pytest.raises(CommunicationError, match="it has no rule, so its inputs are gathered"):
-        torch.linalg.inv(x + torch.eye(4))
-    pending = sw.DTensor.from_local(sw.Bundle([torch.eye(4)] * 2), sw.init_mesh(a=2), [Partial()])
-    torch.testing.assert_close(torch.linalg.inv(pending).full_tensor(), torch.eye(4) / 2)
+        torch.geqrf(x)

@@ -1,0 +1,107 @@
+"""Fused recurrent layers and cells: the batch may be cut, gradients of weights are then pending a sum. What forward operators
+keep for the backward ones is each rank's own, and of no use elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ..layout import Dim, Layout, whole
+from ..mesh import Mesh
+from .piece import at_least_one
+from .pool import spatial
+from .table import rule
+
+# ── operators of which torch can tell the shapes; capitals cannot be cut ──────────────────────────────────────────────
+
+_fused = partial(spatial, whole=frozenset("TIGHKM"))
+_fused("mkldnn_rnn_layer", "T n I, G I, G H, K G, K G, M n H, M n H -> T n H, M n H, M n H, =")
+_fused("_thnn_fused_lstm_cell", "n G, n G, n H, G, G -> n H, n H, n G")
+_fused("_thnn_fused_lstm_cell_backward_impl", "n H, n H, n H, n H, n G -> n G, n H, G", linear=((0, 1),))
+
+# ── operators of which it cannot, and those that read what a rank kept for itself ─────────────────────────────────────
+
+#: The dim that is the batch, from the back; of a result also that it is pending a sum, or the rank's own; of an argument,
+#: None: it is whole.
+At = int | str | None
+SUM, OWN = "sum", "own"
+
+
+def _by_batch(dims: dict[str, int], results: Sequence[At], tools: Any, op: Any, *args: Any) -> Any:
+    """The operator on each rank's part of the batch, cut as that of the first argument in `dims`; all else is whole. Where
+    ranks kept something for themselves, that is the output of the forward operator, which it fits."""
+    names = [argument.name for argument in op._schema.arguments]
+    mesh, lead = tools.mesh(*args), next(iter(dims))
+    first = _distributed(tools, args[names.index(lead)], mesh)
+    batch = tools.layout(first).dims[dims[lead]]
+    where = [dims.get(name) for name in names]
+    given = [_placed(tools, value, at, (mesh, batch)) for value, at in zip(args, where, strict=False)]
+    outs = tools.each(_on_some, mesh, op, where, results, *given)
+    return tuple(_wrapped(tools, out, at, (mesh, batch)) for out, at in zip(outs, results, strict=True))
+
+
+def _distributed(tools: Any, x: Any, mesh: Mesh) -> Any:
+    return x if tools.is_distributed(x) else tools.replicated(x, mesh)
+
+
+def _placed(tools: Any, value: Any, at: At, cut: tuple[Mesh, Dim]) -> Any:
+    """The local value of a tensor (or of each of a list) with the batch at dim `at` cut."""
+    if isinstance(value, list | tuple):
+        return [_placed(tools, item, at, cut) for item in value]
+    if not isinstance(value, Tensor):
+        return value
+    x = _distributed(tools, value, cut[0])
+    layout = tools.layout(x)
+    dims = [cut[1] if dim - layout.ndim == at else (whole(n),) for dim, n in enumerate(layout.shape)]
+    return tools.local(tools.move(x, layout.replace(dims=dims, partials=())))
+
+
+def _wrapped(tools: Any, value: Any, at: At, cut: tuple[Mesh, Dim]) -> Any:
+    if isinstance(value, list | tuple):
+        return [_wrapped(tools, item, at, cut) for item in value]
+    if value is None:
+        return None
+    mesh, batch = cut
+    shape = (0,) if at == OWN else tuple(value.shape)  # what differs from rank to rank is no shape of a tensor of all
+    dims = [batch if dim - len(shape) == at else (whole(n),) for dim, n in enumerate(shape)]
+    pending = [(axis, SUM) for factor in batch for axis in factor.axes if at == SUM]
+    return tools.wrap(value, Layout.of(mesh, dims, pending, value.dtype))
+
+
+def _on_some(op: Any, where: Sequence[At], results: Sequence[At], *args: Any) -> Any:
+    """The operator, on a row of zeros where there is no batch; what comes of the row is dropped, and adds nothing to a sum."""
+    rows = [isinstance(x, Tensor) and isinstance(at, int) for x, at in zip(args, where, strict=False)]
+    if all(x.shape[at] for x, at, row in zip(args, where, rows, strict=False) if row):
+        return op(*args)
+    filled = [at_least_one(x, at % x.ndim) if row else x for x, at, row in zip(args, where, rows, strict=False)]
+    outs = zip(op(*filled), results, strict=True)
+    return tuple(x.narrow(at, 0, 0) if isinstance(at, int) and x is not None else x for x, at in outs)
+
+
+_ROWS = -2
+_GIVEN = dict.fromkeys(("output", "input", "hx_", "cx_tmp", "hy_", "cy_", "grad_output", "grad_hy", "grad_cy"), _ROWS)
+rule("mkldnn_rnn_layer_backward", program=partial(_by_batch, _GIVEN, (_ROWS, SUM, SUM, SUM, SUM, _ROWS, _ROWS)))
+_GATES = dict.fromkeys(("input_gates", "hidden_gates", "hx"), _ROWS)
+rule("_thnn_fused_gru_cell", program=partial(_by_batch, _GATES, (_ROWS, _ROWS)))
+_KEPT = dict.fromkeys(("grad_hy", "workspace"), _ROWS)
+rule("_thnn_fused_gru_cell_backward", program=partial(_by_batch, _KEPT, (_ROWS, _ROWS, _ROWS, SUM, SUM)))
+
+
+def _cudnn(results: Sequence[At], tools: Any, op: Any, *args: Any) -> Any:
+    """A packed batch is whole, and so is one with dropout, of which every row takes its own part of one draw."""
+    names = [argument.name for argument in op._schema.arguments]
+    given = dict(zip(names, args, strict=False))
+    batch = -3 if given["batch_first"] else -2
+    lead = "output" if "output" in given else "input"
+    dims = {lead: batch, "input": batch, "grad_output": batch, **dict.fromkeys(("hx", "cx", "grad_hy", "grad_cy"), _ROWS)}
+    if given["batch_sizes"] or (given["dropout"] and given["train"]):
+        first = _distributed(tools, given[lead], tools.mesh(*args))
+        given[lead] = tools.move(first, tools.layout(first).replicated())
+    return _by_batch(dims, [batch if at is None else at for at in results], tools, op, *given.values())
+
+
+rule("_cudnn_rnn", program=partial(_cudnn, (None, _ROWS, _ROWS, OWN, OWN)))
+rule("_cudnn_rnn_backward", program=partial(_cudnn, (None, _ROWS, _ROWS, SUM)))
