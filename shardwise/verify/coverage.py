@@ -57,7 +57,7 @@ def page(results: Sequence[Sequence[Verdict]]) -> str:
 ASIDE = {
     "random": "Random numbers, which come from other generators than on one device",
     "uninitialised": "Memory as it is found",
-    "no samples": "No samples on dense tensors of a CPU",
+    "no samples": "No tensors among their arguments, or none that are dense on a CPU",
 }
 
 
