@@ -13,6 +13,13 @@ from .report import sweep_operators
 
 SWEEPS = (Sweep((2,)), Sweep((2, 2)), Sweep((2,), inplace=True))
 
+#: Why operators that raise do.
+REASONS = {
+    "as_strided_scatter": "its gradient is written through `as_strided`, and no view of a cut tensor is one of all its memory",
+    "tensor_split": "torch reads split points that are a tensor out of its memory before it asks anyone; give them as numbers",
+    "addbmm": "in place it would give its argument another shape, which torch itself deprecates",
+}
+
 HEAD = """# Coverage
 
 Written by `python -m shardwise verify --coverage docs/coverage.md`, with torch {version} on a CPU; not to be edited.
@@ -34,11 +41,12 @@ def page(results: Sequence[Sequence[Verdict]]) -> str:
     """The page for the verdicts of each of `SWEEPS`."""
     first, every = results[0], [verdict for verdicts in results for verdict in verdicts]
     tried = [verdict for verdict in every if verdict.tried]
+    raising = {verdict.name: verdict for verdict in tried if verdict.outcome == "error"}.values()
     parts = [
         HEAD.format(version=torch.__version__.partition("+")[0]),
         _figures(results),
         "## Operators that raise\n",
-        *_lines(f"- `{v.name}`: {v.text}" for v in _by_name(v for v in tried if v.outcome == "error")),
+        *_lines(f"- `{v.name}`: {REASONS.get(v.name, 'not known')} ({v.text})" for v in raising),
         "## Operators that are wrong, hang or abort\n",
         *_lines(f"- `{v.name}`: {v.outcome}: {v.text}" for v in tried if v.outcome not in ("right", "error")),
         "## Served by gathering\n\nThese have no rule and no decomposition: their inputs are gathered, and `sw.trace_comm` "
@@ -83,10 +91,6 @@ def _figures(results: Sequence[Sequence[Verdict]]) -> str:
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
-
-
-def _by_name(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    return list({verdict.name: verdict for verdict in verdicts}.values())
 
 
 def _served(verdicts: Sequence[Verdict], how: str) -> list[str]:
