@@ -287,18 +287,21 @@ def _group_over(ranks: tuple[int, ...]) -> Any:
 
 
 def _here(value: Any, place: int) -> Any:
-    """`value` with every PerRank in it (through lists and tuples) replaced by that of the place."""
+    """`value` with every PerRank in it (through lists, tuples and dictionaries) replaced by that of the place."""
     if isinstance(value, PerRank):
         return value.at(place)
     kind = type(value)
+    if kind is dict:
+        return {name: _here(item, place) for name, item in value.items()}
     return kind([_here(item, place) for item in value]) if kind is tuple or kind is list else value
 
 
 def _varies(value: Any, places: int) -> bool:
-    """Whether a PerRank in `value` (through lists and tuples) is not the same at every place."""
+    """Whether a PerRank in `value` (through lists, tuples and dictionaries) is not the same at every place."""
     if isinstance(value, PerRank):
         return any(value.at(place) != value.at(0) for place in range(places))
-    return isinstance(value, list | tuple) and any(_varies(item, places) for item in value)
+    several = value.values() if isinstance(value, dict) else value
+    return isinstance(value, list | tuple | dict) and any(_varies(item, places) for item in several)
 
 
 def _table(value: PerRank, root: Mesh) -> list[int]:

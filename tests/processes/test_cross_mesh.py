@@ -235,7 +235,12 @@ def test_reading(pool: Any) -> None:
 
 #: What gives a number or a shape that depends on values, or has no kernel for shapes in torch.
 READS = {"aten._local_scalar_dense", "aten.equal", "aten.allclose", "aten.index.Tensor", "aten.index_put"}
-READS |= {"aten.binomial", "aten._sample_dirichlet", "aten._standard_gamma"}
+READS |= {"aten.binomial", "aten._sample_dirichlet", "aten._standard_gamma", "aten.bincount", "aten.histc", "aten.nonzero"}
+READS |= {"aten.masked_select", "aten.masked_scatter", "aten.masked_scatter_backward", "aten._linalg_check_errors"}
+READS |= {"aten.linalg_cholesky_ex", "aten.linalg_inv_ex"}  # with errors checked
+READS |= {"aten.multi_margin_loss_backward", "aten.multilabel_margin_loss_backward"}
+#: What torch's kernel for shapes takes in half precision only, though the one for values takes more.
+NARROW = {"aten._grouped_mm"}
 
 
 def run_samples() -> list[str]:
@@ -244,7 +249,7 @@ def run_samples() -> list[str]:
     failed = []
     for module in pkgutil.iter_modules(tests.samples.__path__):
         for name, samples in importlib.import_module(f"tests.samples.{module.name}").SAMPLES.items():
-            for sample in samples:
+            for sample in samples if name not in NARROW else ():
                 for placements in placements_of(sample, mesh, 3):
                     given = [sw.distribute_tensor(t, mesh, p) for t, p in zip(sample.tensors, placements, strict=True)]
                     failed += [f"{name} {placements}: {wrong}" for wrong in _wrong(sample, given) if name not in READS]
