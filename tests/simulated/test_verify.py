@@ -130,17 +130,19 @@ def test_tasks_that_hang_or_abort_are_known(monkeypatch: pytest.MonkeyPatch) -> 
 def test_coverage_is_in_step_with_the_table() -> None:
     text = COVERAGE.read_text()
     listed = re.findall(r"^- `(aten|prims)\.(\w+)`", text, re.MULTILINE)
-    assert listed
+    assert listed and "not known" not in text, "operators that raise: say why in shardwise/verify/coverage.py"
     ruled = [f"{space}.{name}" for space, name in listed if f"{space}.{name}" in TABLE or f"{space}.{name}.default" in TABLE]
     assert ruled == [], "operators that have a rule now: write docs/coverage.md anew"
-    assert set(operators()) <= set(re.findall(r"`([\w.]+)`", text)), "write docs/coverage.md anew"
+    assert set(operators()) <= set(re.findall(r"`([\w.-]+)`", text)), "write docs/coverage.md anew"
 
 
 def test_the_page_tells_figures_and_reasons() -> None:
     raises = Verdict("b", "error", {"right": 1, "error": 1}, "[Shard(0)]: OperatorError: why", ["aten.b"])
     text = page([[Verdict("a", "right", {"right": 2}), raises, Verdict("c", "random")] for _ in SWEEPS])
     assert "| (2, 2) | 2 | 1 (50.0%) | 1 | 0 | 0 | 4 | 3 |" in text
-    assert "- `b`: [Shard(0)]: OperatorError: why" in text and "- `aten.b`: b" in text and "one device: `c`." in text
+    assert (
+        "- `b`: not known ([Shard(0)]: OperatorError: why)" in text and "- `aten.b`: b" in text and "one device: `c`." in text
+    )
 
 
 # ── rules of users ──
