@@ -34,7 +34,7 @@ class DTensor(torch.Tensor):
     Made by `distribute_tensor`, `DTensor.from_local` or a factory such as `shardwise.zeros`, never by calling the class.
 
     >>> import shardwise as sw
-    >>> x = sw.ones(8, 16, mesh=sw.init_mesh(dp=2, tp=4), placements={"dp": Shard(0)})
+    >>> x = sw.ones(8, 16, mesh=sw.init_mesh(dp=2, tp=4), placements={"dp": sw.Shard(0)})
     >>> x, x.sum().item()
     (DTensor(f32[8@dp, 16], mesh=(dp=2, tp=4)), 128.0)
     """
@@ -69,7 +69,7 @@ class DTensor(torch.Tensor):
 
         >>> import shardwise as sw
         >>> mesh = sw.init_mesh(tp=2)
-        >>> DTensor.from_local(sw.Bundle([torch.ones(2, 3), torch.ones(2, 4)]), mesh, [Shard(1)])
+        >>> DTensor.from_local(sw.Bundle([torch.ones(2, 3), torch.ones(2, 4)]), mesh, [sw.Shard(1)])
         DTensor(f32[2, 7@tp{3,4}], mesh=(tp=2))
         """
         if torch.compiler.is_compiling():
@@ -111,8 +111,8 @@ class DTensor(torch.Tensor):
 
         >>> import shardwise as sw
         >>> mesh = sw.init_mesh(tp=4)
-        >>> x = sw.ones(4, 4, mesh=mesh, placements=[Shard(0)]).redistribute(placements=[Shard(1)])
-        >>> x, x.redistribute(sw.init_mesh(tp=2, ranks=[2, 3]), [Shard(0)])
+        >>> x = sw.ones(4, 4, mesh=mesh, placements=[sw.Shard(0)]).redistribute(placements=[sw.Shard(1)])
+        >>> x, x.redistribute(sw.init_mesh(tp=2, ranks=[2, 3]), [sw.Shard(0)])
         (DTensor(f32[4, 4@tp], mesh=(tp=4)), DTensor(f32[4@tp, 4], mesh=(tp=2)))
         """
         try:
@@ -490,7 +490,7 @@ def distribute_tensor(
     The first rank's values count, so ranks that differ come to agree; `src_data_rank=None` trusts that they are equal.
 
     >>> import shardwise as sw
-    >>> distribute_tensor(torch.arange(6.0), sw.init_mesh(tp=2), {"tp": Shard(0)})
+    >>> distribute_tensor(torch.arange(6.0), sw.init_mesh(tp=2), {"tp": sw.Shard(0)})
     DTensor(f32[6@tp], mesh=(tp=2))
     """
     on = Mesh.from_torch(mesh)
