@@ -14,13 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..rules.table import find
 from .calls import Sample
 from .complete import DTYPES
 from .spread import filled, flat
+
+try:
+    from torch.testing._internal.common_methods_invocations import op_db
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        f"{missing}: `shardwise verify` reads torch's own tests; pip install 'shardwise[verify]'"
+    ) from None
 
 #: Operators whose results nobody wrote: there is nothing to compare.
 UNINITIALISED = ("empty", "resize_")

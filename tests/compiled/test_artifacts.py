@@ -134,6 +134,7 @@ def in_process(program: str, folder: Path, name: str, seed: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_a_process_takes_in_what_another_one_saved(tmp_path: Path) -> None:
     path = str(tmp_path / "file")
     assert in_process(f"print(compiled_step()); save_artifacts({path!r})", tmp_path, "there", "5") == ["compiled"]

@@ -63,7 +63,7 @@ def test_no_rank_leaves_out_a_collective(backend: str, pool: Any) -> None:
     assert max(pool(4).run(without_gradients, backend)) < 1e-5
 
 
-@pytest.mark.parametrize("axes", [{"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [pytest.param({"tp": 4}, marks=pytest.mark.slow), {"dp": 2, "tp": 2}], ids=str)
 def test_in_a_simulated_world(axes: dict[str, int]) -> None:
     compare(axes, "aot_eager")
 
@@ -342,7 +342,7 @@ def demo_losses(how: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("how", ["aot_eager", "captured"])
+@pytest.mark.parametrize("how", ["aot_eager", pytest.param("captured", marks=pytest.mark.slow)])
 def test_the_demo_is_one_graph(how: str, pool: Any) -> None:
     want, got = pool(4).run(demo_losses, "eager"), pool(4).run(demo_losses, how)
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), atol=1e-4, rtol=1e-4)

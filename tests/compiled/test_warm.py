@@ -24,7 +24,7 @@ def run(ranks: int, rows: int, cache: Path, hash_seed: str) -> list[dict[str, in
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="this torch asks tensors for no key, and nothing is kept")
-@pytest.mark.parametrize(("ranks", "rows", "programs"), [(2, 8, 6), (4, 7, 12)])
+@pytest.mark.parametrize(("ranks", "rows", "programs"), [(2, 8, 6), pytest.param(4, 7, 12, marks=pytest.mark.slow)])
 def test_a_warm_cache_gives_the_same_answers(ranks: int, rows: int, programs: int, tmp_path: Path) -> None:
     cold, warm = run(ranks, rows, tmp_path, "1"), run(ranks, rows, tmp_path, "2")
     assert len(cold) == len(warm) == ranks

@@ -176,8 +176,8 @@ def test_extremes_of_integers_are_not_negated_while_pending() -> None:
 
 def test_moving_to_another_device_is_refused() -> None:
     x = distributed(torch.ones(4), MESHES["2"], [Shard(0)])
-    with pytest.raises(sw.OperatorError, match=r"f32\[4@a\] cannot move to device meta: a DTensor lives on its mesh's"):
-        x.to("meta")
+    with pytest.raises(sw.OperatorError, match=r"f32\[4@a\] cannot move to device cuda: a DTensor lives on its mesh's"):
+        torch.ops.aten._to_copy(x, device="cuda")
 
 
 @pytest.mark.parametrize("name", ["amax", "amin", "argmax", "max", "logsumexp", "var", "cumsum", "mean"])

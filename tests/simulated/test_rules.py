@@ -29,4 +29,5 @@ def test_rule_means_the_dense_operator(name: str, pytestconfig: pytest.Config) -
 
 
 def test_every_rule_has_a_sample() -> None:
-    assert sorted(set(TABLE) - set(SAMPLES)) == []
+    own = {name for name in TABLE if name.partition(".")[0] in ("aten", "prims", "shardwise")}  # not those that users add
+    assert sorted(own - set(SAMPLES)) == []
