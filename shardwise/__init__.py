@@ -1,6 +1,6 @@
 """Shardwise: distributed tensors that mean what one device means."""
 
-from . import flex  # noqa: F401  teaches torch, when imported
+from . import flex, save  # noqa: F401  flex teaches torch, when imported
 from .comm import Bundle, communication, init_mesh, simulate, trace_comm
 from .comm.calibrate import calibrate
 from .compiled import Program, capture, compile, compile_report, load_artifacts, save_artifacts
@@ -11,6 +11,7 @@ from .errors import (
     MeshError,
     OperatorError,
     PlanError,
+    RematError,
     ShardwiseError,
     WorldError,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "Placement",
     "PlanError",
     "Program",
+    "RematError",
     "Replicate",
     "Shard",
     "ShardwiseError",
@@ -65,6 +67,7 @@ __all__ = [
     "randperm",
     "relabel",
     "rule",
+    "save",
     "save_artifacts",
     "simulate",
     "trace_comm",

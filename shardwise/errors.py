@@ -6,6 +6,7 @@
     ├── PlanError            a redistribution that cannot be planned: too little memory, no groups, another world
     ├── OperatorError        an operator that cannot take these layouts
     ├── CommunicationError   communication that `sw.communication("forbid")` refused
+    ├── RematError           a block that is not the same the second time, or cannot be run twice
     ├── CompileError         a program that another rank failed to compile, or artifacts that do not fit here
     └── WorldError           the world around: ranks that disagree, a value that differs between simulated ranks
 
@@ -36,6 +37,10 @@ class OperatorError(ShardwiseError, RuntimeError):
 
 class CommunicationError(ShardwiseError, RuntimeError):
     """Communication where the caller forbade it."""
+
+
+class RematError(ShardwiseError, RuntimeError):
+    """A block that was computed a second time and was not the same, or that cannot be computed twice."""
 
 
 class CompileError(ShardwiseError, RuntimeError):
