@@ -125,14 +125,12 @@ def _kernel(  # noqa: PLR0913  a kernel takes numbers one by one
             base += (row // length_1 + _word(start_2)) * stride_2
             row = row % length_1
         base += (row + _word(start_1)) * stride_1
-    first = block * (BLOCK * TURNS)
-    base += (first + _word(start)) * stride
-    before += first
-    here = tl.minimum(length - first, BLOCK * TURNS).to(tl.int32)
+    first, lane = block * (BLOCK * TURNS), tl.arange(0, BLOCK)
+    step, place = first + _word(start) + lane, before + first + lane
+    left = tl.minimum(length - first, BLOCK * TURNS).to(tl.int32)
     for turn in tl.static_range(TURNS):
-        lane = tl.arange(0, BLOCK) + turn * BLOCK
-        mask = lane < here
-        z = _bits(base + lane.to(tl.int64) * stride, key.to(tl.int64), other.to(tl.int64))
+        mask = lane + turn * BLOCK < left
+        z = _bits(base + (step + turn * BLOCK) * stride, key.to(tl.int64), other.to(tl.int64))
         value = _number(z, limit, curve, SOURCE, DROPPED, SEGMENTS)
         if SCALED:
             value = value * scale
@@ -141,11 +139,12 @@ def _kernel(  # noqa: PLR0913  a kernel takes numbers one by one
         if BOUNDED:
             value = tl.minimum(value, most)
         if DROPS:
-            given = tl.load(x + before + lane, mask).to(tl.float32)
-            tl.store(dropped + before + lane, (given * value.to(tl.float32) * scale).to(dropped.dtype.element_ty), mask)
+            given = tl.load(x + place + turn * BLOCK, mask).to(tl.float32)
+            rest = (given * value.to(tl.float32) * scale).to(dropped.dtype.element_ty)
+            tl.store(dropped + place + turn * BLOCK, rest, mask)
         if out.dtype.element_ty != tl.int1:
             value = value.to(tl.float32).to(out.dtype.element_ty)
-        tl.store(out + before + lane, value, mask)
+        tl.store(out + place + turn * BLOCK, value, mask)
 
 
 def fill(out: Tensor, made: Recipe, box: Spans, key: tuple[int, int]) -> bool:
