@@ -20,7 +20,7 @@ from .._torch import keeps_graph, tree_flatten, tree_unflatten
 from ..errors import RematError
 from ..save import Policy
 from .states import devices_of, from_states, get_states
-from .values import ARGUMENT, OUTSIDE, Call, Run, Value, describe, facts_of_tensor, tensors, version
+from .values import OUTSIDE, Call, Run, Value, describe, facts_of_tensor, tensors, version
 from .watch import Cell, Done, Record, Replay, given_back
 
 #: All blocks whose backward may still come.
@@ -39,14 +39,9 @@ def kept_values() -> int:
 class _Outside(NamedTuple):
     """A tensor from outside the block, which is simply kept."""
 
+    of: Value
     tensor: Tensor
     version: int
-
-
-class _Argument(NamedTuple):
-    """An argument of the block."""
-
-    place: int
 
 
 class _Inputs(torch.autograd.Function):
@@ -71,7 +66,8 @@ class Block:
         self.function, self.name, self.policy = function, name, policy
         self.first = Run(name)
         self._cells: list[tuple[Value, int, Any]] = []
-        self._running = self._unpacked_inside = False
+        self._record: Record | None = None  #: while the first run goes on
+        self._has_backward = False
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """The first run."""
@@ -83,12 +79,12 @@ class Block:
         self._around = _Surroundings(given)
         _blocks.add(self)
         self._name_arguments(self.first, given)
-        self._running = True
+        self._record = Record(self.first, self.policy)
         try:
-            with saved_tensors_hooks(self._pack, self._unpack), Record(self.first, self.policy):
+            with saved_tensors_hooks(self._pack, self._unpack), self._record:
                 return self.function(*args, **kwargs)
         finally:
-            self._running = False
+            self._record = None
 
     def _name_arguments(self, run: Run, given: list[Tensor]) -> None:
         for index, x in enumerate(given):
@@ -98,35 +94,35 @@ class Block:
 
     def _pack(self, x: Tensor) -> Any:
         value, writes = self.first.value_now(x)
-        if value.of == ARGUMENT:
-            return _Argument(value.index)
         if value.of == OUTSIDE:
-            return _Outside(x.detach() if x.grad_fn is not None else x, version(x))
+            return _Outside(value, x.detach() if x.grad_fn is not None else x, version(x))
         if value.cells is None:
             value.cells = {}
         known = value.cells.get(writes)
         cell = known() if known is not None else None
         if cell is None:
-            cell = Cell(facts_of_tensor(x))
+            cell = Cell(value, facts_of_tensor(x))
             value.cells[writes] = known = weakref.ref(cell)
             self._cells.append((value, writes, known))
         cell.packs += 1
         return cell
 
-    def _unpack(self, packed: Any) -> Tensor:
-        self._unpacked_inside |= self._running
-        if isinstance(packed, _Argument):
-            return self._tensors()[packed.place]
-        if isinstance(packed, _Outside):
-            writes = version(packed.tensor) - packed.version
-            if writes:
-                told = describe(facts_of_tensor(packed.tensor))
-                raise RematError(
-                    f"{self.name}: the backward needs a tensor from outside the block, {told}, which was written to {writes} "
-                    "times since; do the backward before that"
-                )
-            return packed.tensor
-        return self._take(packed)
+    def _unpack(self, packed: Cell | _Outside) -> Tensor:
+        x = self._take(packed) if isinstance(packed, Cell) else self._unchanged(packed)
+        if self._record is not None:  # a backward inside the block
+            self._has_backward = True
+            self.first.name(x, packed.of)
+        return x
+
+    def _unchanged(self, packed: _Outside) -> Tensor:
+        writes = version(packed.tensor) - packed.version
+        if writes:
+            told = describe(facts_of_tensor(packed.tensor))
+            raise RematError(
+                f"{self.name}: the backward needs a tensor from outside the block, {told}, which was written to {writes} times "
+                "since; do the backward before that"
+            )
+        return packed.tensor
 
     def _take(self, cell: Cell) -> Tensor:
         if cell.value is None:
@@ -159,21 +155,26 @@ class Block:
     def _run_again(self) -> None:
         cells = [(value, writes, cell()) for value, writes, cell in self._cells]
         wanted = {(value, writes): cell for value, writes, cell in cells if cell is not None and cell.value is None}
-        run = Run(self.name, self.first)
-        given = self._tensors()
-        self._name_arguments(run, given)
-        leaves = list(self._constants)
+        replay = Replay(Run(self.name, self.first), wanted)
+        given, leaves = self._tensors(), list(self._constants)
         for place, x in zip(self._places, given, strict=True):
             leaves[place] = x
         args, kwargs = tree_unflatten(leaves, self._spec)
-        replay = Replay(run, wanted)
-        pack = _filler(replay, self._unpacked_inside)
-        with self._around.again(), saved_tensors_hooks(pack, _same), replay, contextlib.suppress(Done):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.suppress(Done))
+            stack.enter_context(self._around.again())
+            if self._record is not None:
+                stack.enter_context(self._record.unseen())
+            self._name_arguments(replay.run, given)
+            for index, x in enumerate(given):
+                replay.fill(self.first.argument(index), 0, x)
+            stack.enter_context(saved_tensors_hooks(_filler(replay, self._has_backward), _same))
+            stack.enter_context(replay)
             self.function(*args, **kwargs)
-        if not run.strange:
+        if not replay.run.strange:
             _fill_from_kept(wanted)
         if wanted:
-            raise RematError(_mismatch(self.name, wanted, run))
+            raise RematError(_mismatch(self.name, wanted, replay.run))
         if not keeps_graph():
             self.first.drop()
 
@@ -222,8 +223,6 @@ class _Surroundings:
             for kind in kinds
         ]
         self.states = get_states(devices_of(given))
-        if any(enabled for _, _, enabled, _ in self.casts):
-            torch.clear_autocast_cache()  # what was cast before the block would not be there the second time
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -233,6 +232,5 @@ class _Surroundings:
             for kind, dtype, enabled, cached in self.casts:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
-                    torch.clear_autocast_cache()
             stack.enter_context(torch.enable_grad())
             yield

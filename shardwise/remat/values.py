@@ -26,27 +26,24 @@ ARGUMENT, OUTSIDE = "argument", "outside"
 class Value:
     """What a tensor is: a result of a call, an argument of the block, a tensor from outside, or a part of another value."""
 
-    __slots__ = ("_parts", "cells", "index", "of", "root", "written")
+    __slots__ = ("_root", "cells", "index", "of", "written")
 
     def __init__(self, of: Any, index: Any, root: Value | None = None) -> None:
         self.of, self.index = of, index
-        #: The value whose memory this one has.
-        self.root: Value = self if root is None else root.root
+        self._root = None if root is None else root.root
         #: Whether a call wrote it to memory that was there before.
         self.written = False
         #: What waits for it in the backward, by how often it was written to since.
         self.cells: dict[int, Any] | None = None
-        self._parts: dict[Hashable, Value] | None = None
 
-    def part(self, name: Hashable) -> Value:
-        """A tensor inside this one, or one made around it."""
-        parts = self._parts
-        if parts is None:
-            parts = self._parts = {}
-        found = parts.get(name)
-        if found is None:
-            found = parts[name] = Value(self, name, self)
-        return found
+    @property
+    def root(self) -> Value:
+        """The value whose memory this one has."""
+        return self if self._root is None else self._root
+
+    def lie_in(self, root: Value | None) -> None:
+        """Say whose memory it has; None: its own."""
+        self._root = None if root is self else root
 
     @property
     def source(self) -> Any:
@@ -119,8 +116,15 @@ class Run:
         self._counts: dict[str, int] = {}
         self._made: set[Call] = set()
         self._outside: list[tuple[Any, tuple[Any, ...], Value]] = []
+        self._came_in: dict[int, Value] = {}
+        self._parts: dict[tuple[Value, Hashable], Value] = {} if first is None else first._parts
         self._claimed: set[Value] = set()
         self._arguments: list[Value] = []
+
+    def __del__(self) -> None:
+        """Calls and their results know each other: without this, all that is kept of them would wait for the garbage collector."""
+        for call in (*self.strange, *(self.calls.values() if self.first is None else ())):
+            call.results.clear()
 
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -186,7 +190,7 @@ class Run:
         self.known[id(x)] = (weakref.ref(x), value, version(x) + writes)
         if type(x) not in _PLAIN:
             for place, member in enumerate(_members(x)):
-                self.name(member, value.part(place))
+                self.name(member, self.part(value, place))
 
     def rename(self, x: Tensor, other: Tensor) -> None:
         """Say that a tensor is the same value as another."""
@@ -199,6 +203,19 @@ class Run:
             self._arguments.append(Value(ARGUMENT, len(self._arguments)))
         return self._arguments[index]
 
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Value:
+        """The value of a tensor from outside in another dtype."""
+        value = self.part(self.value(x), dtype)
+        value.lie_in(None)
+        return value
+
+    def part(self, value: Value, name: Hashable) -> Value:
+        """A tensor inside another, or one made around it."""
+        found = self._parts.get((value, name))
+        if found is None:
+            found = self._parts[value, name] = Value(value, name, value)
+        return found
+
     def _find(self, x: Tensor) -> Known:
         known = self.known.get(id(x))
         if known is not None and known[0]() is x:
@@ -210,10 +227,11 @@ class Run:
     def _before(self, x: Tensor) -> Known | None:
         """What the first run knew the same tensor as; it is another value if it was written to since."""
         known = self.first.known.get(id(x)) if self.first is not None else None
-        if known is None or known[0]() is not x:
+        if self.first is None or known is None or known[0]() is not x:
             return None
         writes = version(x) - known[2]
-        return known if not writes else (known[0], known[1].part(("written to", writes)), version(x))
+        value = self.first._came_in.get(id(x), known[1])  # before the first run wrote to it
+        return known[0], self.part(value, ("written to", writes)) if writes else value, version(x)
 
     def _around(self, x: Tensor) -> Known | None:
         """A wrapper that no operator made, around tensors of which some are known."""
@@ -222,7 +240,7 @@ class Run:
             return None
         values = [self.value(member) for member in members]
         layout = x._layout if isinstance(x, DTensor) else None
-        return weakref.ref(x), values[0].part((type(x), layout, *values[1:])), version(x)
+        return weakref.ref(x), self.part(values[0], (type(x), layout, *values[1:])), version(x)
 
     def _is_known(self, x: Tensor) -> bool:
         if self.knows(x) or (self.first is not None and self.first.knows(x)):
@@ -231,14 +249,24 @@ class Run:
 
     def _from_outside(self, x: Tensor) -> Known:
         """A tensor of which nothing is known. In the second run it stands for the first alike that is no more."""
+        weight = _cast_from(x)
+        if weight is not None:
+            return weakref.ref(x), self.cast(weight, x.dtype), version(x)
         told = (tuple(x.shape), x.dtype, x.device, type(x))
         for other, facts, value in self.first._outside if self.first is not None else ():
             if facts == told and other() is None and value not in self._claimed:
                 self._claimed.add(value)
                 return weakref.ref(x), value, version(x)
-        value = Value(OUTSIDE, len(self._outside))
+        value = self._came_in[id(x)] = Value(OUTSIDE, len(self._outside))
         self._outside.append((weakref.ref(x), told, value))
         return weakref.ref(x), value, version(x)
+
+
+def _cast_from(x: Tensor) -> Tensor | None:
+    """The leaf of which a tensor is the same in another dtype, as autocast makes and remembers it."""
+    made = x.grad_fn
+    leaf = made.next_functions[0][0] if made is not None and made.name() == "ToCopyBackward0" else None
+    return getattr(leaf, "variable", None)
 
 
 def _constant(kind: type, x: Any) -> Hashable:

@@ -27,10 +27,10 @@ from .values import ARGUMENT, OUTSIDE, Call, Run, Value, describe, facts_of_tens
 class Cell:
     """What the backward will ask for: a value, after so many writes to it."""
 
-    __slots__ = ("__weakref__", "facts", "left", "packs", "value", "version")
+    __slots__ = ("__weakref__", "facts", "left", "of", "packs", "value", "version")
 
-    def __init__(self, facts: tuple[Any, ...]) -> None:
-        self.facts = facts
+    def __init__(self, of: Value, facts: tuple[Any, ...]) -> None:
+        self.of, self.facts = of, facts
         self.packs, self.left = 0, 0  #: how often autograd saved it, and will still ask for it
         self.value: Tensor | None = None
         self.version = 0
@@ -114,6 +114,9 @@ def _read(op: Any) -> Facts:
     return facts
 
 
+_CAST = facts_of(torch.ops.aten._to_copy.default)
+
+
 class Watch(TorchDispatchMode):
     """One run of a block."""
 
@@ -165,7 +168,7 @@ class Watch(TorchDispatchMode):
             out = self.operate(call, facts, args, kwargs)
         finally:
             self._current = outer
-        if facts.plain and type(out) is Tensor:
+        if facts.plain and type(out) is Tensor and facts is not _CAST:
             self._give(out, call.results[0])
         else:
             self._name(call, facts, out, args, kwargs)
@@ -179,7 +182,7 @@ class Watch(TorchDispatchMode):
             return run()
         what = self.run.value(x) if self._current is None else self._current
         call = self.run.call((MOVE, what, key), MOVE.name, self.run.region)
-        with self._unseen():
+        with self.unseen():
             out: Tensor = self.whole(call, MOVE, run)
         self._give(out, call.results[0])
         return out
@@ -191,7 +194,7 @@ class Watch(TorchDispatchMode):
         call = self.run.call((id(region), self.run.key(REGION, inputs)), REGION.name, f"{self.run.region}/{name}")
         written = [inputs[place] for place in writes]
         self._writes_outside(call, written)
-        with self._unseen():
+        with self.unseen():
             out = self.whole(call, REGION, run)
         self._name_written(call, written)
         for place, x in enumerate(tensors(out), len(written)):
@@ -200,12 +203,13 @@ class Watch(TorchDispatchMode):
         return out
 
     @contextlib.contextmanager
-    def _unseen(self) -> Iterator[None]:
-        self._quiet = True
+    def unseen(self) -> Iterator[None]:
+        """In the block, nothing is watched."""
+        before, self._quiet = self._quiet, True
         try:
             yield
         finally:
-            self._quiet = False
+            self._quiet = before
 
     def operate(self, call: Call, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
         """What comes of an operator."""
@@ -225,17 +229,26 @@ class Watch(TorchDispatchMode):
         self._name_written(call, written)
         if written and out is written[0]:
             return
+        if facts is _CAST and self.run.value(args[0]).of in (ARGUMENT, OUTSIDE):
+            return self._give_cast(call, out, self.run.cast(args[0], out.dtype))
         root = self.run.value(args[0]).root if facts.views and args and isinstance(args[0], Tensor) else None
         for place, x in enumerate(tensors(out), len(written)):
             if not any(x is other for other in written):
                 value = call.result(place)
-                value.root = root or value
+                value.lie_in(root)
                 self._give(x, value)
+
+    def _give_cast(self, call: Call, x: Tensor, value: Value) -> None:
+        """A weight in another dtype is one value, whether autocast has it from before the block or makes it here."""
+        if self.run.strange and self.run.strange[-1] is call:
+            self.run.strange.pop()
+        self._give(x, value)
 
     def _name_written(self, call: Call, written: Sequence[Tensor]) -> None:
         for place, x in enumerate(written):
             value = call.result(place)
-            value.root, value.written = self.run.value(x).root, True
+            value.lie_in(self.run.value(x).root)
+            value.written = True
             self.run.name(x, value, writes=1)
 
     def _writes_outside(self, call: Call, written: Sequence[Tensor]) -> bool:
