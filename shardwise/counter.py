@@ -79,12 +79,16 @@ def _blocks(spans: Spans, device: Any, most: int) -> Iterator[Tensor]:
     """The same, a block of at most so many indices after the other: rows of the last side, or parts of a row."""
     outer = Spans(*(side[:-1] for side in spans))
     start, length, stride = (side[-1] for side in spans)
-    rows, step = index(outer, device).reshape(-1, 1), min(most, length)
-    several = most // step
+    first, step = start * stride, min(most, length)
+    if not outer.starts and isinstance(start, int):
+        for column in range(0, length, step):
+            yield torch.arange(first + column * stride, first + min(column + step, length) * stride, stride, device=device)
+        return
+    rows, several = index(outer, device).reshape(-1, 1) + first, most // step
     for row in range(0, len(rows), several):
         for column in range(0, length, step):
-            inner = torch.arange(column, min(column + step, length), device=device)
-            yield (rows[row : row + several] + (inner + start) * stride).view(-1)
+            inner = torch.arange(column * stride, min(column + step, length) * stride, stride, device=device)
+            yield (rows[row : row + several] + inner).view(-1)
 
 
 # ── what to make of bits ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -280,6 +284,7 @@ def fill(out: Tensor, draw: Draw, spans: Spans, key: tuple[Any, Any]) -> Tensor:
     made, flat, done = recipe(draw, out.dtype), out.view(-1), 0
     most = _AT_ONCE * torch.get_num_threads() if out.device.type == "cpu" else _AT_ONCE_ELSEWHERE
     for block in _blocks(spans, out.device, most) if out.numel() else ():
-        flat[done : done + len(block)] = values(made, bits(block, *key), out.dtype)
-        done += len(block)
+        count = block.numel()
+        flat.narrow(0, done, count).copy_(values(made, bits(block, *key), out.dtype))
+        done += count
     return out

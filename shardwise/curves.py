@@ -25,6 +25,7 @@ from torch import Tensor
 SPLIT, DEGREE = 6, 2
 #: Probabilities lie in the octaves of 2^10 to 2^62; doubles tell the octave by their exponent, which starts at 1023.
 LEAST, MOST = 10, 62
+SEGMENTS = (MOST - LEAST + 1) << SPLIT
 #: Bits of a double behind those that tell the segment, and what those say of the least likely segment.
 REST, FIRST_SEGMENT = 52 - SPLIT, (1023 + LEAST) << SPLIT
 #: How many of them tell how far it is from the upper end of a segment: as many as a float takes without rounding.
