@@ -50,8 +50,8 @@ def _word(x):
 @_jit
 def _bits(index, key, other):
     z = (index ^ key).to(tl.uint64, bitcast=True) * _MIX[0]
-    z = (z ^ (z >> 32)) * _MIX[1]
-    z = (z ^ (z >> 32) ^ other.to(tl.uint64, bitcast=True)) * _MIX[2]
+    z = (z ^ (z >> 32) ^ other.to(tl.uint64, bitcast=True)) * _MIX[1]
+    z = (z ^ (z >> 32)) * _MIX[2]
     z = (z ^ (z >> 32)) * _MIX[1]
     return z ^ (z >> 32)
 
