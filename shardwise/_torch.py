@@ -23,7 +23,11 @@ from torch._C import _distributed_c10d
 from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._opaque_base import OpaqueBaseMeta
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+from .errors import RematError
 
 __all__ = [
     "HAS_KEYS",
@@ -33,6 +37,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "OpaqueBaseMeta",
+    "TorchDispatchMode",
     "artifacts_of_block",
     "base_of",
     "below_autograd",
@@ -63,7 +68,9 @@ __all__ = [
     "new_group",
     "no_dispatch",
     "no_modes",
+    "no_saved_hooks",
     "no_torch_function",
+    "order_kept",
     "overloads",
     "probe",
     "quick_call",
@@ -72,8 +79,11 @@ __all__ = [
     "rebuilt",
     "register_group",
     "schema",
+    "snapshot",
     "trace_local",
+    "traced_graph",
     "tracing_context",
+    "tree_leaves",
     "tree_map_only",
     "unregister_group",
     "unseen",
@@ -271,7 +281,8 @@ def veto_cache(refused: Callable[[], bool]) -> None:
 def constant_type(cls: type) -> None:
     """Let objects of a class stand in traced programs as constants, like ints: what they are asked is answered while tracing.
     torch 2.11 wants classes of a metaclass of its own (`OpaqueBaseMeta`) for that."""
-    members = {name: MemberType.USE_REAL for name in dir(cls) if not name.startswith("_") or name == "__getitem__"}
+    own = ("__getitem__", "__or__", "__and__", "__invert__")
+    members = {name: MemberType.USE_REAL for name in dir(cls) if not name.startswith("_") or name in own}
     register_opaque_type(cls, typ="value", members=members)
 
 
@@ -383,10 +394,15 @@ def local_graphs(
     `build` makes a function of a list from each; `prepare` sees forward and backward while they are still one graph. Only
     AOTAutograd traces through subclasses."""
     backend = importlib.import_module("torch._functorch.aot_autograd").aot_module_simplified
-    split = importlib.import_module("torch._functorch.partitioners").default_partition
+    partitioners = importlib.import_module("torch._functorch.partitioners")
 
     def partition(joint: Any, *args: Any, **kwargs: Any) -> Any:
-        return split(prepare(joint), *args, **kwargs)
+        if not partitioners.has_recomputable_ops(joint):
+            return partitioners.default_partition(prepare(joint), *args, **kwargs)
+        for node in joint.graph.nodes:  # without a compiler that fuses nothing is cheap enough to be computed again unasked
+            if not partitioners.must_recompute(node):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return partitioners.min_cut_rematerialization_partition(prepare(joint), *args, **kwargs)
 
     def compiler(part: str) -> Any:
         def made(graph: Any, _: Any) -> Any:
@@ -471,8 +487,71 @@ def in_order(operator: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.T
     return found
 
 
-# ── graph passes ──
+@contextlib.contextmanager
+def order_kept() -> Iterator[None]:
+    """In the block `in_order` starts no new order: what runs there, runs a second time."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    last = getattr(mode, "shardwise_last", None)
+    try:
+        yield
+    finally:
+        if mode is not None:
+            mode.shardwise_last = last
 
+
+# ── values that are computed a second time ──
+
+
+@contextlib.contextmanager
+def no_saved_hooks() -> Iterator[None]:
+    """In the block autograd saves tensors as if the innermost hooks on saved tensors were not there."""
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def traced_graph() -> Any:
+    """The graph that an operator called now becomes a part of, if any."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return None if mode is None else mode.tracer.graph
+
+
+def snapshot(value: Any) -> Callable[[], Any]:
+    """What gives the same tensors again, detached, as they are now. A trace turns writes into new values, and knows the old one;
+    elsewhere what has been written to is gone."""
+    if isinstance(value, list | tuple):
+        parts = [snapshot(item) for item in value]
+        return lambda: type(value)(part() for part in parts)
+    if not isinstance(value, torch.Tensor):
+        return lambda: value
+    if is_traceable_wrapper_subclass(value):
+        names, context = value.__tensor_flatten__()
+        inner = {name: snapshot(getattr(value, name)) for name in names}
+        rebuild, size, stride = type(value).__tensor_unflatten__, value.shape, value.stride()
+        return lambda: rebuild({name: again() for name, again in inner.items()}, context, size, stride)
+    functional = importlib.import_module("torch._subclasses.functional_tensor").FunctionalTensor
+    if isinstance(value, functional):
+        held = value.from_functional()
+        return lambda: functional.to_functional(held)
+    version, kept = value._version, value.detach()
+
+    def unchanged() -> torch.Tensor:
+        if kept._version != version:
+            raise RematError(_WRITTEN.format(list(kept.shape), str(kept.dtype).removeprefix("torch.")))
+        return kept.detach()
+
+    return unchanged
+
+
+_WRITTEN = (
+    "a block of remat keeps a {1}{0} for its backward, and writes to it later; write to a clone of it, or do not keep it (save=)"
+)
+
+
+# ── graph passes ──
 
 def trace_local(function: Callable[[torch.Tensor], torch.Tensor], x: Any, decompositions: dict[Any, Any] | None = None) -> Any:
     """The graph of the operators that a function of one fake tensor calls, decomposed as the table says."""

@@ -10,13 +10,15 @@ import importlib
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ._torch import tracing_context
 
 
 def optimizer_hooks(optimizer: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -35,6 +37,41 @@ def has_traced_backward() -> bool:
 
 
 torch.compiler.assume_constant_result(has_traced_backward)
+
+
+def has_backward_inside() -> bool:
+    """Whether the program that is traced now asks for gradients itself, so that no backward of its own is made of it."""
+    return getattr(tracing_context(), "shardwise_backward", False)
+
+
+@torch.compiler.assume_constant_result
+def teach_checkpoint(contexts: Callable[..., Any], key: Callable[..., str]) -> None:
+    """Let Dynamo take `functools.partial(contexts, *facts)`, made in a traced function, as the `context_fn` of a checkpoint whose
+    program is kept under `key(*facts)`. By itself it keeps none of it, and guards the identity of the facts."""
+    _teach_checkpoint(contexts, key)
+
+
+@functools.cache
+def _teach_checkpoint(contexts: Callable[..., Any], key: Callable[..., str]) -> None:
+    variables = importlib.import_module("torch._dynamo.variables")
+    found = importlib.import_module("torch._dynamo.variables.higher_order_ops").CheckpointHigherOrderVariable
+    partial = importlib.import_module("torch._dynamo.variables.functions").FunctoolsPartialVariable
+    call = found._call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        given = kwargs["context_fn"].realize() if "context_fn" in kwargs else None
+        if isinstance(given, partial) and getattr(given.func, "fn", None) is contexts:
+            facts = [getattr(fact, "real_obj", fact) for fact in (arg.as_python_constant() for arg in given.args)]
+            made: Any = _function_of(contexts, facts)
+            made.cache_hash = key(*facts)
+            kwargs = {**kwargs, "context_fn": variables.UserFunctionVariable(made)}
+        return call(self, tx, args, kwargs)
+
+    found._call_function = call_function
+
+
+def _function_of(contexts: Callable[..., Any], facts: Sequence[Any]) -> Callable[[], Any]:
+    return lambda: contexts(*facts)
 
 
 @functools.cache
@@ -78,6 +115,7 @@ def _trace_backward(found: Any) -> None:
         leaves = tx.output.leaf_var_creation_order
         own = list(leaves)
         leaves.extend(tx.output.side_effects.id_to_variable.values())
+        tx.output.tracing_context.shardwise_backward = True
         if "retain_graph" not in kwargs and len(args) < 2:
             tx.output.shardwise = "spent"
         try:
@@ -104,6 +142,7 @@ def _with_setting(handler: Callable[..., Any], settings: Any) -> Callable[..., A
     def trace_grad(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         if not _kind(tx):
             return handler(self, tx, *args, **kwargs)
+        tx.output.tracing_context.shardwise_backward = True
         with settings.patch(trace_autograd_ops=True):
             return handler(self, tx, *args, **kwargs)
 
