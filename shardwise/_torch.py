@@ -68,7 +68,6 @@ __all__ = [
     "new_group",
     "no_dispatch",
     "no_modes",
-    "no_saved_hooks",
     "no_torch_function",
     "order_kept",
     "overloads",
@@ -78,6 +77,7 @@ __all__ = [
     "raw_call",
     "rebuilt",
     "register_group",
+    "saved_hooks",
     "schema",
     "snapshot",
     "trace_local",
@@ -503,14 +503,13 @@ def order_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_saved_hooks() -> Iterator[None]:
-    """In the block autograd saves tensors as if the innermost hooks on saved tensors were not there."""
-    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+def saved_hooks() -> Iterator[None]:
+    """In the block autograd calls hooks on saved tensors, also while AOTAutograd traces: it does not by itself."""
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
     try:
         yield
     finally:
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
 
 
 def traced_graph() -> Any:
@@ -520,7 +519,7 @@ def traced_graph() -> Any:
 
 
 def snapshot(value: Any) -> Callable[[], Any]:
-    """What gives the same tensors again, detached, as they are now. A trace turns writes into new values, and knows the old one;
+    """What gives the same tensors again, detached, as they are now. A trace turns writes into new values, and has the old;
     elsewhere what has been written to is gone."""
     if isinstance(value, list | tuple):
         parts = [snapshot(item) for item in value]
@@ -547,11 +546,12 @@ def snapshot(value: Any) -> Callable[[], Any]:
 
 
 _WRITTEN = (
-    "a block of remat keeps a {1}{0} for its backward, and writes to it later; write to a clone of it, or do not keep it (save=)"
+    "a block of remat keeps {1}{0} for its backward, and writes to it later; write to a clone of it, or do not keep it (save=)"
 )
 
 
 # ── graph passes ──
+
 
 def trace_local(function: Callable[[torch.Tensor], torch.Tensor], x: Any, decompositions: dict[Any, Any] | None = None) -> Any:
     """The graph of the operators that a function of one fake tensor calls, decomposed as the table says."""

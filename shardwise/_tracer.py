@@ -44,11 +44,13 @@ def has_backward_inside() -> bool:
     return getattr(tracing_context(), "shardwise_backward", False)
 
 
-@torch.compiler.assume_constant_result
 def teach_checkpoint(contexts: Callable[..., Any], key: Callable[..., str]) -> None:
-    """Let Dynamo take `functools.partial(contexts, *facts)`, made in a traced function, as the `context_fn` of a checkpoint whose
-    program is kept under `key(*facts)`. By itself it keeps none of it, and guards the identity of the facts."""
+    """Let Dynamo take `functools.partial(contexts, *facts)`, made in a traced function, as the `context_fn` of a checkpoint
+    whose program is kept under `key(*facts)`. By itself it keeps no such program, and guards the identity of the facts."""
     _teach_checkpoint(contexts, key)
+
+
+torch.compiler.assume_constant_result(teach_checkpoint)
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 
 Dynamo makes torch's checkpoint operator of a block; while AOTAutograd traces it, the modes here see every operator, and on
 DTensors also the local operators and the moves that it is made of, and ask the policy. Where torch parts the program into
-forward and backward afterwards, nodes are tagged with the choice, and the partitioner does the rest. Where the backward is inside
-the program (whole training steps), no one parts it: the block is then traced a second time when the backward needs it, and what
-is kept is taken from the first.
+forward and backward afterwards, nodes are tagged with the choice, and the partitioner does the rest. Where the backward is
+inside the program (whole training steps), no one parts it: the block is then traced a second time when the backward needs it,
+and what is kept is taken from the first.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .._torch import (
     OpOverload,
     TorchDispatchMode,
     hint,
-    no_saved_hooks,
     order_kept,
+    saved_hooks,
     schema,
     snapshot,
     traced_graph,
@@ -144,8 +144,9 @@ def _distributed(value: Any) -> list[DTensor]:
 class _Call(NamedTuple):
     place: _Place
     args: Any
-    out: Any
-    nodes: list[Any]
+    random: bool
+    out: Any = None
+    nodes: Sequence[Any] = ()
 
 
 class _First(_Mode):
@@ -161,8 +162,8 @@ class _First(_Mode):
         self._tags = traced_graph() is not None and not has_backward_inside()
         self._id = next(_numbers)
         self._kept.clear()
-        if self._tags:
-            around.enter_context(no_saved_hooks())  # the partitioner lets nodes be computed again, not autograd
+        if has_backward_inside():
+            around.enter_context(saved_hooks())
 
     def inside(self, func: Any, args: Any, kwargs: Any) -> Any:
         calls: list[_Call] = []
@@ -173,10 +174,12 @@ class _First(_Mode):
             self._open.pop()
         results = _distributed(out)
         nbytes = sum(x._layout.concrete.nbytes for x in results) if results else None
-        choice = self._choose(_Place(func, 0), args, nbytes or 0)
+        number = self._counts[func, DTensor]
+        self._counts[func, DTensor] += 1
+        choice = self._choose(_Call(_Place(func, number), args, _is_random(func, args, kwargs)), nbytes or 0)
         locals_ = {id(x._local) for x in results}
         for call in calls:
-            own = self._choose(call.place, call.args, _bytes(call) if nbytes is None else nbytes)
+            own = self._choose(call, _bytes(call) if nbytes is None else nbytes)
             is_result = any(id(x) in locals_ for x in tree_leaves(call.out))
             self._settle(call, choice if is_result and choice.saves and not own.saves else own)
         return out
@@ -186,22 +189,22 @@ class _First(_Mode):
         before = 0 if graph is None else len(graph.nodes)
         out = place.func(*args, **kwargs)
         nodes = [] if graph is None else list(itertools.islice(reversed(graph.nodes), len(graph.nodes) - before))
-        call = _Call(place, args, out, nodes)
+        call = _Call(place, args, _is_random(place.func, args, kwargs), out, nodes)
         if self._open:
             self._open[-1].append(call)
         else:
-            self._settle(call, self._choose(place, args, _bytes(call)))
+            self._settle(call, self._choose(call, _bytes(call)))
         return out
 
-    def _choose(self, place: _Place, args: Any, nbytes: int) -> Choice:
-        func, random = place.func, _is_random(place.func)
-        if func is KEY or (random and not self._tags):  # drawn again, it would be another one
+    def _choose(self, call: _Call, nbytes: int) -> Choice:
+        func, args = call.place.func, call.args
+        if func is KEY or (call.random and not self._tags):  # drawn again, it would be another one
             return Choice.MUST_SAVE
         if _is_view(func):
             return Choice.RECOMPUTE
         if func is MOVE:
             nbytes = Form.read(args[3]).layout(args[1], args[0].dtype).concrete.nbytes
-        made = Made(str(func), self._region, place.number, nbytes, random or func is DRAW)
+        made = Made(str(func), self._region, call.place.number, nbytes, call.random or func is DRAW)
         return self._policy.choose(made, func, args)
 
     def _settle(self, call: _Call, choice: Choice) -> None:
@@ -212,7 +215,7 @@ class _First(_Mode):
                 self._kept[start] = self._kept[place] = snapshot(call.out)
         elif _starts(place.func):
             self._started[id(call.out)] = call.out, place, choice
-        elif choice.saves and not self._tags and (not _writes(place.func) or _is_random(place.func)):
+        elif choice.saves and not self._tags and (call.random or not _writes(place.func)):
             self._kept[place] = snapshot(call.out)
         for node in call.nodes:
             node.meta["recompute"], node.meta["ac_graph_id"] = _tag(choice, place.func), self._id
@@ -226,6 +229,7 @@ class _Second(_Mode):
         self._kept = kept
 
     def begin(self, around: ExitStack) -> None:
+        around.enter_context(saved_hooks())
         around.enter_context(order_kept())
 
     def call(self, place: _Place, args: Any, kwargs: Any) -> Any:
@@ -264,8 +268,14 @@ def _bytes(call: _Call) -> int:
     return sum(hint(x.numel()) * x.element_size() for x in tensors)
 
 
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+def _is_random(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws random numbers. Attention does only if it drops something; of those that take functions none
+    tells."""
+    if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
+        return not isinstance(func, OpOverload)
+    given = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
+    names = [argument.name for argument in schema(func).arguments]
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 
 
 def _is_view(func: Any) -> bool:
