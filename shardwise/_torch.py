@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -58,6 +59,7 @@ __all__ = [
     "is_alias",
     "is_batched",
     "is_decomposing",
+    "is_joint",
     "is_kept",
     "is_traced_whole",
     "job_store",
@@ -77,6 +79,7 @@ __all__ = [
     "raw_call",
     "rebuilt",
     "register_group",
+    "rule_for",
     "saved_hooks",
     "schema",
     "snapshot",
@@ -144,6 +147,12 @@ def flex_operators() -> list[tuple[Any, Callable[..., Any]]]:
     and ask each class of tensors for a function of its own."""
     found: Any = importlib.import_module("torch._higher_order_ops.flex_attention")
     return [(found.flex_attention, found.math_attention), (found.flex_attention_backward, found.sdpa_dense_backward)]
+
+
+def rule_for(operator: Any, cls: type) -> Callable[..., Any]:
+    """What an operator that takes functions does with tensors of a class."""
+    found: Callable[..., Any] = operator.python_key_table[cls]
+    return found
 
 
 class _Reached(Exception):
@@ -518,6 +527,12 @@ def traced_graph() -> Any:
     return None if mode is None else mode.tracer.graph
 
 
+def is_joint(graph: Any) -> bool:
+    """Whether a graph that is being traced will be parted into forward and backward: it takes gradients then, by this name."""
+    places = itertools.takewhile(lambda node: node.op == "placeholder", () if graph is None else graph.nodes)
+    return any("tangents" in str(node.target) for node in places)
+
+
 def snapshot(value: Any) -> Callable[[], Any]:
     """What gives the same tensors again, detached, as they are now. A trace turns writes into new values, and has the old;
     elsewhere what has been written to is gone."""
@@ -535,7 +550,8 @@ def snapshot(value: Any) -> Callable[[], Any]:
     if isinstance(value, functional):
         held = value.from_functional()
         return lambda: functional.to_functional(held)
-    version, kept = value._version, value.detach()
+    with _excludes(torch._C.DispatchKey.ADInplaceOrView, False):  # what is detached is to know of writes
+        version, kept = value._version, value.detach()
 
     def unchanged() -> torch.Tensor:
         if kept._version != version:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ._torch import tracing_context
 
@@ -117,6 +118,7 @@ def _trace_backward(found: Any) -> None:
         leaves = tx.output.leaf_var_creation_order
         own = list(leaves)
         leaves.extend(tx.output.side_effects.id_to_variable.values())
+        leaves[:] = [x for x in leaves if not isinstance(x, found) or x.as_proxy().node.graph is tx.output.graph]  # in no block
         tx.output.tracing_context.shardwise_backward = True
         if "retain_graph" not in kwargs and len(args) < 2:
             tx.output.shardwise = "spent"
@@ -288,18 +290,27 @@ def _pending_gradients(optimizer: Any, tx: Any) -> Iterator[tuple[Any, Any]]:
 
 
 @functools.cache
-def keep_in_their_part() -> None:
+def keep_in_their_part(differs: Callable[[], bool]) -> None:
     """Let communication that a forward asked for stay in the forward, and that of a backward in the backward. AOTAutograd would
     put it into either, or both, by what it keeps between them: that depends on sizes, so on the rank, and ranks would wait for
-    each other for ever."""
+    each other for ever. A block of `remat` may ask for it a second time, but not where ranks have programs of their own, of
+    which `differs` tells."""
     module: Any = importlib.import_module("torch._functorch.partitioners")
     forward, backward = module._must_be_in_forward, module._must_be_in_backward
+    save = module.force_save_collectives
+
+    def force_save(joint: Any) -> None:
+        for node in joint.graph.nodes if differs() else ():
+            if "recompute" in node.meta and _communicates(node):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        save(joint)
 
     def is_of(node: Any, part: bool) -> bool:
         again = getattr(node.meta.get("recompute"), "name", "") in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
         in_backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
         return in_backward is part and not again and _communicates(node)
 
+    module.force_save_collectives = force_save
     module._must_be_in_forward = lambda node: forward(node) or is_of(node, False)
     module._must_be_in_backward = lambda node: backward(node) or is_of(node, True)
 

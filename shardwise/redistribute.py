@@ -20,6 +20,7 @@ from ._tracer import keep_in_their_part
 from .comm import Door, PerRank, door
 from .comm.context import Setting
 from .comm.policy import check
+from .comm.trace import is_of_one_rank
 from .form import Form, form_of
 from .kernels import (
     Kernel,
@@ -78,7 +79,7 @@ def run(local: Tensor, steps: Plan, operator: str, shape: Sequence[int] | None =
         shape = tuple(int(size) for size in shape)  # pieces of given sizes are of one size only
     by = Running(world, world.traced(local), shape)
     if by.traced:
-        keep_in_their_part()
+        keep_in_their_part(is_of_one_rank)
     if by.traced and whole_moves.get():
         have, want = form_of(steps.have).text, form_of(steps.want).text
         return torch.ops.shardwise.move(local, shape, have, want, operator)

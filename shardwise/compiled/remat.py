@@ -25,7 +25,9 @@ from .._torch import (
     OpOverload,
     TorchDispatchMode,
     hint,
+    is_joint,
     order_kept,
+    rule_for,
     saved_hooks,
     schema,
     snapshot,
@@ -38,13 +40,11 @@ from ..form import Form
 from ..identity import library_key
 from ..save import Choice, Made, Policy
 from ..tensor import DTensor
-from .nodes import WAIT
+from .nodes import AGAIN, WAIT
 
 KEY = torch.ops.shardwise.random_key.default
 DRAW = torch.ops.shardwise.draw.default
 MOVE = torch.ops.shardwise.move.default
-#: Under which name a node says that it was computed before.
-AGAIN = "shardwise_again"
 _numbers = itertools.count()
 
 
@@ -129,6 +129,8 @@ class _Mode(TorchDispatchMode):
     def inside(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on DTensors, and see what it does."""
         with self:
+            if not isinstance(func, OpOverload):
+                return rule_for(func, DTensor)(*args, **kwargs)
             self._passes = True  # this very call
             return func(*args, **kwargs)
 
@@ -159,7 +161,7 @@ class _First(_Mode):
         self._started: dict[int, tuple[Any, _Place, Choice]] = {}  # collectives, by what their wait takes
 
     def begin(self, around: ExitStack) -> None:
-        self._tags = traced_graph() is not None and not has_backward_inside()
+        self._tags = is_joint(traced_graph()) and not has_backward_inside()
         self._id = next(_numbers)
         self._kept.clear()
         if has_backward_inside():
@@ -216,7 +218,8 @@ class _First(_Mode):
         elif _starts(place.func):
             self._started[id(call.out)] = call.out, place, choice
         elif choice.saves and not self._tags and (call.random or not _writes(place.func)):
-            self._kept[place] = snapshot(call.out)
+            in_place = _writes(place.func) and traced_graph() is None
+            self._kept[place] = snapshot(call.out.clone() if in_place else call.out)
         for node in call.nodes:
             node.meta["recompute"], node.meta["ac_graph_id"] = _tag(choice, place.func), self._id
 
