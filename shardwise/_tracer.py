@@ -10,7 +10,7 @@ import importlib
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -56,7 +56,6 @@ torch.compiler.assume_constant_result(teach_checkpoint)
 
 @functools.cache
 def _teach_checkpoint(contexts: Callable[..., Any], key: Callable[..., str]) -> None:
-    variables = importlib.import_module("torch._dynamo.variables")
     found = importlib.import_module("torch._dynamo.variables.higher_order_ops").CheckpointHigherOrderVariable
     partial = importlib.import_module("torch._dynamo.variables.functions").FunctoolsPartialVariable
     call = found._call_function
@@ -65,16 +64,25 @@ def _teach_checkpoint(contexts: Callable[..., Any], key: Callable[..., str]) -> 
         given = kwargs["context_fn"].realize() if "context_fn" in kwargs else None
         if isinstance(given, partial) and getattr(given.func, "fn", None) is contexts:
             facts = [getattr(fact, "real_obj", fact) for fact in (arg.as_python_constant() for arg in given.args)]
-            made: Any = _function_of(contexts, facts)
-            made.cache_hash = key(*facts)
-            kwargs = {**kwargs, "context_fn": variables.UserFunctionVariable(made)}
+            made = _Named(functools.partial(contexts, *facts), key(*facts))
+            given.guard_as_python_constant = lambda: made  # policies have guards of their own: on what they are, not which
+            kwargs = {**kwargs, "context_fn": given}
         return call(self, tx, args, kwargs)
 
     found._call_function = call_function
 
 
-def _function_of(contexts: Callable[..., Any], facts: Sequence[Any]) -> Callable[[], Any]:
-    return lambda: contexts(*facts)
+class _Named:
+    """A function that is known, and pickled, by its key alone: torch's keys are made of pickles."""
+
+    def __init__(self, function: Callable[[], Any], key: str) -> None:
+        self._function, self.cache_hash = function, key
+
+    def __call__(self) -> Any:
+        return self._function()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.cache_hash,)
 
 
 @functools.cache

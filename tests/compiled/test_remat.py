@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +21,9 @@ from torch.fx import GraphModule
 import shardwise as sw
 from shardwise import Shard, save
 from shardwise.compiled.nodes import is_view
-from shardwise.compiled.remat import remat
+from shardwise.compiled.remat import remat, remat_key
 from tests.compiled.functions import fake_job
+from tests.compiled.test_keys import key_of
 
 Axes = dict[str, int]
 AXES: list[Axes] = [{}, {"tp": 2}, {"dp": 2, "tp": 2}]
@@ -121,22 +125,203 @@ def expected(how: str, axes: tuple[tuple[str, int], ...]) -> list[Tensor]:
 
 # ── gradients ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+#: With axes, these in every run of the tests, and all others on request: each takes seconds.
+QUICK = {("nothing", 1), ("default", 2)}
+CASES = [
+    pytest.param(name, axes, marks=() if (name, len(axes)) in QUICK else pytest.mark.slow)
+    for name in POLICIES
+    for axes in AXES[1:]
+]
 
-@pytest.mark.parametrize("axes", AXES, ids=str)
+
 @pytest.mark.parametrize("name", POLICIES)
+def test_compiled_gradients_of_plain_tensors_are_the_same(name: str) -> None:
+    assert same(compiled("aot_eager", {}, POLICIES[name]), expected("aot_eager", ()))
+
+
+@pytest.mark.parametrize(("name", "axes"), CASES)
 def test_compiled_gradients_are_the_same(name: str, axes: Axes) -> None:
     assert same(compiled("aot_eager", axes, POLICIES[name]), expected("aot_eager", tuple(axes.items())))
 
 
-@pytest.mark.parametrize("axes", AXES[1:], ids=str)
-@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("how", ["loss", "step"])
-def test_captured_gradients_are_the_same(how: str, name: str, axes: Axes) -> None:
+@pytest.mark.parametrize(("name", "axes"), CASES)
+def test_captured_gradients_are_the_same(name: str, axes: Axes, how: str) -> None:
     """Of a function whose backward is a program of its own, and of one with the backward inside."""
     model = Model(axes, POLICIES[name])
     assert same(model.values(sw.capture(getattr(model, how))), expected(how, tuple(axes.items())))
 
 
-@pytest.mark.parametrize(("name", "axes"), [("default", {}), ("matmuls and collectives", {"tp": 2})])
+@pytest.mark.parametrize(
+    ("name", "axes"), [("default", {}), pytest.param("matmuls and collectives", {"tp": 2}, marks=pytest.mark.slow)]
+)
 def test_gradients_by_machine_code_are_the_same(name: str, axes: Axes) -> None:
     assert same(compiled("inductor", axes, POLICIES[name]), expected("inductor", tuple(axes.items())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nothing", "matmuls and collectives"])
+def test_gradients_of_a_compiled_step_are_the_same(name: str) -> None:
+    model, plain = Model({"tp": 2}, POLICIES[name]), Model({"tp": 2}, None)
+    torch.testing.assert_close(model.values(sw.compile(model.step)), plain.values(sw.compile(plain.step)))
+
+
+def run_block(block: Callable[..., Any], how: str, policy: save.Policy) -> None:
+    """A block of two tensors gives the same gradients with remat and without."""
+    found = []
+    for wrap in (functools.partial(remat, save=policy), lambda f, *args: f(*args)):
+        x, w = (torch.randn(4, 4, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (0, 1))
+
+        def loss(x: Tensor, w: Tensor, wrap: Any = wrap) -> Tensor:
+            return wrap(block, x, w).square().sum()
+
+        def step(x: Tensor, w: Tensor, loss: Any = loss) -> Tensor:
+            value = loss(x, w)
+            value.backward()
+            return value
+
+        torch.manual_seed(2)
+        value = sw.capture(step if how == "step" else loss)(x, w)
+        if how == "loss":
+            value.backward()
+        found.append([value.detach(), x.grad, w.grad])
+    assert same(*found)
+
+
+def nested(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cos(remat(lambda x, w: torch.sin(x @ w) @ w, x, w, save=save.nothing) @ w).exp()
+
+
+def in_place(x: Tensor, w: Tensor) -> Tensor:
+    y, z = x @ w, (x @ w).clone()
+    y.add_(1)
+    z[1:3] = 0
+    return (y.sin() * z.mul_(2)).relu_()
+
+
+def dropped(x: Tensor, w: Tensor) -> Tensor:
+    y = F.dropout(torch.sin(x @ w), 0.5)
+    return y * torch.rand_like(y).mul_(2) * torch.empty_like(y).uniform_().neg_()
+
+
+def attended_with_dropout(x: Tensor, w: Tensor) -> Tensor:
+    q, k, v = (t.view(1, 1, 4, 4) for t in (x @ w, x, w))
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5).sin()
+
+
+@pytest.mark.parametrize("how", ["loss", "step"])
+@pytest.mark.parametrize("block", [nested, in_place, dropped, attended_with_dropout], ids=lambda f: f.__name__)
+def test_blocks(block: Callable[..., Any], how: str) -> None:
+    for policy in (save.nothing, save.matmuls):
+        run_block(block, how, policy)
+
+
+def test_a_block_without_gradients() -> None:
+    x = torch.randn(4, 4)
+    program = sw.capture(lambda x: remat(lambda x: F.dropout(x.sin(), 0.5) @ x, x, save=save.nothing))
+    assert program(x).shape == (4, 4)
+    assert [part for part, _ in program.captured] == ["inference"]
+
+
+# ── what is kept ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def captured(name: str | None, how: str, axes: Axes, layers: int = 2) -> dict[str, GraphModule]:
+    """The local programs of one rank of a job, by their part."""
+    with fake_job(0, math.prod(axes.values())):
+        model = Model(axes, name and POLICIES[name], layers, rows=8, length=32)
+        program = sw.capture(getattr(model, how))
+        model.values(program)
+    return {part: gm for part, gm in program.captured}
+
+
+def collectives(gm: GraphModule) -> int:
+    targets = [str(node.target) for node in gm.graph.nodes]
+    return sum(target.startswith("_c10d_functional.") and "wait_tensor" not in target for target in targets)
+
+
+def test_saved_tensors_and_collectives_are_what_the_policy_says() -> None:
+    names = (None, "nothing", "default", "matmuls and collectives", "everything")
+    programs = {name: captured(name, "loss", {"tp": 4}) for name in names}
+    saved = {name: len(found["backward"].graph.find_nodes(op="placeholder")) for name, found in programs.items()}
+    assert saved["nothing"] < saved["default"] < saved["matmuls and collectives"] < saved["everything"] <= saved[None]
+    asked = {name: collectives(found["backward"]) for name, found in programs.items()}
+    assert {name: collectives(found["forward"]) for name, found in programs.items()} == dict.fromkeys(names, 4)
+    assert asked["nothing"] > asked[None]
+    assert asked["default"] == asked["matmuls and collectives"] == asked["everything"] == asked[None]
+
+
+def peak(gm: GraphModule) -> int:
+    """The most bytes that a program holds at once, beside its inputs."""
+    owner: dict[Any, Any] = {}
+    last: dict[Any, int] = {}
+    for i, node in enumerate(gm.graph.nodes):
+        owner[node] = owner[node.all_input_nodes[0]] if is_view(node) else node
+        last |= {owner[used]: i for used in node.all_input_nodes}
+    live = most = 0
+    for i, node in enumerate(gm.graph.nodes):
+        value = node.meta.get("val")
+        if node.op == "call_function" and owner[node] is node and isinstance(value, Tensor):
+            live += value.nbytes
+        most = max(most, live)
+        ended = {owner[used] for used in node.all_input_nodes if last[owner[used]] == i and owner[used].op == "call_function"}
+        live -= sum(used.meta["val"].nbytes for used in ended if isinstance(used.meta["val"], Tensor))
+    return most
+
+
+def test_a_whole_step_holds_what_the_policy_says() -> None:
+    """Blocks are computed a second time inside the program, and no pass puts both together."""
+    programs = {name: captured(name, "step", {"tp": 2}, 3)["inference"] for name in (None, "nothing", "default", "matmuls")}
+    counts = {name: Counter(str(node.target) for node in gm.graph.nodes) for name, gm in programs.items()}
+    assert {name: found["aten.gelu.default"] for name, found in counts.items()} == {
+        None: 3,
+        "nothing": 6,
+        "default": 6,
+        "matmuls": 6,
+    }
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    assert {name: found[attention] for name, found in counts.items()} == {None: 3, "nothing": 6, "default": 3, "matmuls": 6}
+    assert counts["matmuls"]["aten.mm.default"] == counts[None]["aten.mm.default"] < counts["nothing"]["aten.mm.default"]
+    assert counts["nothing"]["shardwise.random_key.default"] == 6  # no mask is drawn twice
+    assert collectives(programs["default"]) <= collectives(programs[None])
+    held = {name: peak(gm) for name, gm in programs.items()}
+    assert held["nothing"] < held["default"] < held["matmuls"] < held[None]
+    assert held["nothing"] < 0.6 * held[None]
+
+
+# ── keys ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_another_policy_is_another_program() -> None:
+    programs = []
+
+    def backend(gm: GraphModule, inputs: Any) -> Any:
+        programs.append(gm)
+        return gm.forward
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def function(x: Tensor, policy: save.Policy) -> Tensor:
+        return remat(torch.sin, x, save=policy | save.random)
+
+    x = torch.ones(2, requires_grad=True)
+    for policy, count in ((save.matmuls, 1), (save.up_to(3), 2), (save.up_to(3), 2), (save.matmuls, 2), (save.up_to(4), 3)):
+        function(x, policy)
+        assert len(programs) == count, policy
+    assert len({remat_key(part) for gm in programs for part in gm.modules() if part is not gm}) == 3
+
+
+def policy_keys() -> list[str]:
+    x, w = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+    policies = [*POLICIES.values(), save.up_to(3), save.up_to(4), save.regions("a*")]
+    return [key_of(lambda x, w, p=policy: remat(torch.matmul, x, w, save=p), x, w) for policy in policies]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="this torch keeps no such program")
+def test_policies_are_in_the_keys_of_caches() -> None:
+    """One for each policy, the same in another process."""
+    keys = policy_keys()
+    assert len(set(keys)) == len(keys)
+    code = "import tests.conftest; from tests.compiled.test_remat import policy_keys as s; print('keys', *s())"
+    words = {"capture_output": True, "text": True, "check": True, "env": {**os.environ, "PYTHONHASHSEED": "1"}}
+    done = subprocess.run([sys.executable, "-c", code], **words)
+    assert done.stdout.split("keys")[1].split() == keys
