@@ -38,14 +38,18 @@ def remat(function: Callable[..., Any], *args: Any, save: Policy = default, **kw
     >>> remat(lambda x: (x @ w).relu(), torch.ones(2, 2), save=sw.save.matmuls | sw.save.collectives).sum().item()
     8.0
     """
+    return _remat(_name(function), function, save, args, kwargs)
+
+
+def _remat(name: str, function: Callable[..., Any], save: Policy, args: Any, kwargs: Any) -> Any:
     if not isinstance(save, Policy):
         raise RematError(f"{save!r} is no policy: give one of `sw.save`, such as sw.save.matmuls, or sw.save.by(function)")
     if torch.compiler.is_compiling():
-        return traced_remat(function, args, kwargs, save, _name(function))
+        return traced_remat(function, args, kwargs, save, name)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     see_regions(Watch)
-    return Block(function, _name(function), save)(args, kwargs)
+    return Block(function, name, save)(args, kwargs)
 
 
 def remat_module(model: nn.Module, select: str = "*", save: Policy = default) -> nn.Module:
@@ -77,13 +81,10 @@ class _Rematted:
     """The `forward` of a module under `remat`."""
 
     def __init__(self, name: str, forward: Callable[..., Any], module: nn.Module, save: Policy) -> None:
-        self.__qualname__ = name
-        self._forward, self._module, self._save = forward, module, save
+        self._name, self._forward, self._module, self._save = name, forward, module, save
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = partial(self._forward, self._module)
-        call.__qualname__ = self.__qualname__  # type: ignore[attr-defined]
-        return remat(call, *args, save=self._save, **kwargs)
+        return _remat(self._name, partial(self._forward, self._module), self._save, args, kwargs)
 
 
 def _name(function: Any) -> str:

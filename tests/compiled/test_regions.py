@@ -185,3 +185,18 @@ def test_the_second_run_takes_the_program_of_the_first() -> None:
     wants = [torch.autograd.grad((((x.sin() @ w).sin().exp()) * len(x)).cos().sum(), x)[0] for x in xs]
     for x, out, want in zip(xs, outs, wants, strict=True):
         torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], want)
+
+
+@pytest.mark.parametrize("how", ["aot_eager", "captured"])
+@pytest.mark.parametrize("axes", [{}, {"dp": 2, "tp": 2}], ids=str)
+def test_modules_by_name_in_traced_programs(axes: dict[str, int], how: str) -> None:
+    torch._dynamo.reset()
+    (one, x), (other, _) = (model_and_input(sw.init_mesh(**axes) if axes else None) for _ in range(2))
+    model = torch.nn.Sequential(one, other)
+
+    def program() -> Any:
+        return sw.capture(model) if how == "captured" else torch.compile(model, backend=how, fullgraph=True)
+
+    want = gradients(model, x, program())
+    sw.remat_module(model, "*", save=save.matmuls | save.collectives)
+    assert same(gradients(model, x, program()), want)

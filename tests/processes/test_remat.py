@@ -31,6 +31,27 @@ def test_gradients_are_those_of_the_block_itself(ranks: int, axes: dict[str, int
     assert pool(ranks).run(every_policy, axes) == [[]] * ranks
 
 
+def traced(axes: dict[str, int], how: str) -> list[str]:
+    """The same for programs that are captured or compiled, which are compared with the program without blocks."""
+    block, x = model_and_input(sw.init_mesh(**axes))
+
+    def program(function: Any) -> Any:
+        torch._dynamo.reset()
+        return sw.capture(function) if how == "captured" else torch.compile(function, backend=how, fullgraph=True)
+
+    want = gradients(block, x, program(lambda x: block(x)))
+    return [
+        name
+        for name in ("nothing", "matmuls", "default", "everything")
+        if not same(gradients(block, x, program(lambda x: remat(block, x, save=POLICIES[name]))), want)  # noqa: B023
+    ]
+
+
+@pytest.mark.parametrize("how", ["captured", "aot_eager"])
+def test_gradients_of_traced_programs(how: str, pool: Any) -> None:
+    assert pool(2).run(traced, {"tp": 2}, how) == [[]] * 2
+
+
 def collectives(axes: dict[str, int]) -> list[tuple[int, int]]:
     """How many collectives forward and backward make: the block itself, and under policies that keep them."""
     block, x = model_and_input(sw.init_mesh(**axes))
