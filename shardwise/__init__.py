@@ -24,6 +24,7 @@ from .mesh import Mesh
 from .placement import Partial, Placement, Replicate, Shard
 from .plan import plan
 from .relabel import relabel
+from .remat import remat, remat_module
 from .tensor import DTensor, distribute_tensor
 from .verify.register import rule
 
@@ -66,6 +67,8 @@ __all__ = [
     "randn",
     "randperm",
     "relabel",
+    "remat",
+    "remat_module",
     "rule",
     "save",
     "save_artifacts",

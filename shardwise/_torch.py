@@ -23,7 +23,8 @@ from torch._C import _distributed_c10d
 from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._opaque_base import OpaqueBaseMeta
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 __all__ = [
     "HAS_KEYS",
@@ -33,6 +34,8 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "OpaqueBaseMeta",
+    "TorchDispatchMode",
+    "alias",
     "artifacts_of_block",
     "base_of",
     "below_autograd",
@@ -55,8 +58,10 @@ __all__ = [
     "is_decomposing",
     "is_kept",
     "is_traced_whole",
+    "is_wrapper",
     "job_store",
     "keep_alive",
+    "keeps_graph",
     "known",
     "knows_conjugates",
     "make_wrapper",
@@ -74,7 +79,9 @@ __all__ = [
     "schema",
     "trace_local",
     "tracing_context",
+    "tree_flatten",
     "tree_map_only",
+    "tree_unflatten",
     "unregister_group",
     "unseen",
     "veto_cache",
@@ -98,6 +105,19 @@ dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 
 #: Given a key and False: in the block operators see that key again, which dispatch to a subclass hides from what it calls.
 _excludes: Any = torch._C._SetExcludeDispatchKeyGuard
+
+
+#: Whether a class of tensors wraps others, and says which.
+is_wrapper: Any = is_traceable_wrapper_subclass_type
+
+#: Whether the backward that runs now leaves the graph as it is, so that another can follow.
+keeps_graph: Any = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+def alias(x: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory, for use below autograd, where views would not see the writes to one another."""
+    with _excludes(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
 
 
 @contextlib.contextmanager

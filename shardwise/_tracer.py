@@ -271,3 +271,31 @@ def _communicates(node: Any) -> bool:
     if name.startswith("_c10d_functional."):
         return any(isinstance(arg, str) and arg.startswith("sw:") for arg in node.args)
     return name.startswith(("shardwise.move", "shardwise.exchange"))
+
+
+def see_regions(watch: Any) -> None:
+    """Show every region that Inductor compiled to the modes of a class that see operators now, the innermost first: its calls
+    pass no dispatcher. Does nothing before something was compiled; its modules take seconds to import."""
+    if "torch._dynamo" in sys.modules:
+        _see_regions(watch)
+
+
+@functools.cache
+def _see_regions(watch: Any) -> None:
+    compiled = importlib.import_module("torch._inductor.output_code").CompiledFxGraph
+    modes: Any = importlib.import_module("torch.utils._python_dispatch")._get_current_dispatch_mode_stack
+    run = compiled.__call__
+
+    def call(self: Any, inputs: Any) -> Any:
+        result = functools.partial(run, self, inputs)
+        if _modes():
+            name, writes = (self._fx_graph_cache_key or "")[:8], sorted(self.mutated_input_idxs)
+            for mode in modes():
+                if isinstance(mode, watch):
+                    result = functools.partial(mode.region, self, f"compiled {name}", list(inputs), writes, result)
+        return result()
+
+    compiled.__call__ = call
+
+
+_modes: Any = torch._C._len_torch_dispatch_stack

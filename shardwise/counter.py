@@ -1,8 +1,8 @@
 """Random numbers out of a counter: what an element gets is a function of two keys and of its index, and of nothing else.
 
-Bits are mixed out of keys and index by multiplications modulo 2^64, numbers are made of bits by integer operations, and only
-the last step is one of floats: a conversion and one multiplication (and where a range does not start at zero, an addition
-after it). So the same numbers come out on every device, eager and compiled.
+Bits are mixed out of keys and index by multiplications modulo 2^64, numbers are made of bits by integer operations, and the
+last steps are few products and sums of floats, each rounded by itself. So the same numbers come out on every device, eager and
+compiled.
 
 >>> index(Spans((4,), (2,), (1,)), "cpu")
 tensor([4, 5])
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .curves import EXPONENTIAL, FINE, NORMAL, Curve, evaluate
+from .curves import evaluate, exponential, normal
 from .errors import OperatorError
 
 
@@ -98,11 +98,11 @@ class Draw(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How bits become numbers: integers from a source, as floats times a scale (None: they stay integers), plus a shift, at the
-    most so much, and through a last function."""
+    """How bits become numbers: those of a source, as floats times a scale (None: they stay integers), plus a shift, at the most
+    so much, and through a last function."""
 
     source: str
-    words: tuple[int, ...] = ()
+    words: tuple[Any, ...] = ()
     scale: float | None = None
     shift: float = 0.0
     most: float | None = None
@@ -144,21 +144,20 @@ def _probability(z: Tensor) -> Tensor:
     return (z & (2**63 - 1024)).bitwise_or_(1024)
 
 
-def _normal(z: Tensor, fine: int) -> Tensor:
-    """A standard normal number in fixed point; the highest bit is its sign."""
-    sign = z >> 63
-    return evaluate(NORMAL, _probability(z), bool(fine)).bitwise_xor_(sign).sub_(sign)
+def _normal(z: Tensor, dtype: torch.dtype) -> Tensor:
+    """A standard normal number; the highest bit is its sign."""
+    return evaluate(normal, _probability(z), dtype).copysign_(z.to(dtype))
 
 
-def _exponential(z: Tensor, fine: int) -> Tensor:
-    """An exponential number in fixed point, and never zero."""
-    return evaluate(EXPONENTIAL, _probability(z), bool(fine)).bitwise_or_(1)
+def _exponential(z: Tensor, dtype: torch.dtype) -> Tensor:
+    """An exponential number, never zero."""
+    return evaluate(exponential, _probability(z), dtype)
 
 
 def _ratio(z: Tensor) -> Tensor:
     """The ratio of two normal numbers."""
     other = bits(z.clone(), STEP, FIRST)
-    return _normal(z, 1).to(torch.float64).div_(_normal(other, 1).bitwise_or_(1))
+    return _normal(z, torch.float64).div_(_normal(other, torch.float64))
 
 
 def _integer(z: Tensor, first: int, count: int) -> Tensor:
@@ -222,25 +221,24 @@ def _of_uniform(dtype: torch.dtype, low: float, high: float) -> Recipe:
     return Recipe("uniform", (digits,), math.ldexp(high - low, -digits), low, most)
 
 
-def _on_curve(curve: Curve, source: str, dtype: torch.dtype, scale: float) -> Recipe:
-    fine = dtype == torch.float64
-    return Recipe(source, (int(fine),), math.ldexp(scale, -curve.digits - FINE * fine))
+def _on_curve(source: str, dtype: torch.dtype, scale: float) -> Recipe:
+    return Recipe(source, (torch.float64 if dtype == torch.float64 else torch.float32,), scale)
 
 
 def _of_normal(dtype: torch.dtype, mean: float, std: float, last: str = "") -> Recipe:
     _require(std >= 0, f"normal numbers with a standard deviation of {std}: it cannot be negative")
-    return _on_curve(NORMAL, "normal", dtype, std)._replace(shift=mean, last=last)
+    return _on_curve("normal", dtype, std)._replace(shift=mean, last=last)
 
 
 def _of_exponential(dtype: torch.dtype, rate: float) -> Recipe:
     _require(rate > 0, f"exponential numbers with a rate of {rate}: it must be positive")
-    return _on_curve(EXPONENTIAL, "exponential", dtype, 1 / rate)
+    return _on_curve("exponential", dtype, 1 / rate)
 
 
 def _of_geometric(dtype: torch.dtype, p: float) -> Recipe:
     _require(0 < p <= 1, f"geometric numbers with a probability of {p}: it must be more than 0, and 1 at the most")
     scale = 0.0 if p == 1 else -1 / math.log1p(-p)
-    return _on_curve(EXPONENTIAL, "exponential", dtype, scale)._replace(last="ceil")
+    return _on_curve("exponential", dtype, scale)._replace(last="ceil")
 
 
 def _of_bernoulli(dtype: torch.dtype, p: float) -> Recipe:

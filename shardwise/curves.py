@@ -1,13 +1,12 @@
-"""Curves in fixed point: the normal and the exponential number of a tail probability, by integer operations only.
+"""Curves of chance: the normal and the exponential number of a tail probability, by sums and products of floats.
 
 A probability is given as an odd multiple of 1024, in units of 2^-63. Those of one octave (from a power of two to the next) fall
-into 8 segments, on each of which a polynomial stands for the curve: segments get finer towards zero as the curve gets steeper.
-Both curves fall ever faster towards zero: seen from the upper end of a segment all coefficients are positive, and 32 bits hold
-each of them and every sum. Results are off by less than 2^-23, normal ones by less than 2^-25; nothing is rounded on the way,
-so no device can do that otherwise.
+into 64 segments, on each of which a parabola stands for the curve: segments get finer towards zero as the curve gets steeper.
+Which segment, and how far from its upper end, are integers; after that come two products and two sums, each rounded by itself
+and in this order, so no device can do that otherwise. Results are off by less than 2^-23, above 1 in proportion to them.
 
 >>> half = torch.tensor([2**62 + 1024])
->>> f"{int(evaluate(EXPONENTIAL, half)) / 2**EXPONENTIAL.digits:.6f}"  # minus its logarithm
+>>> f"{evaluate(exponential, half, torch.float64).item():.6f}"  # minus its logarithm
 '0.693147'
 """
 
@@ -17,62 +16,60 @@ import math
 from collections.abc import Callable
 from functools import cache
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-#: An octave has 2^3 segments; polynomials have this degree.
-SPLIT, DEGREE = 3, 4
+#: An octave has 2^6 segments; polynomials have this degree.
+SPLIT, DEGREE = 6, 2
 #: Probabilities lie in the octaves of 2^10 to 2^62; doubles tell the octave by their exponent, which starts at 1023.
 LEAST, MOST = 10, 62
-#: Bits of a double behind those that tell the segment, of which 32 tell where in it; and the number of the likeliest segment.
-REST, FIRST_SEGMENT = 52 - SPLIT, ((1023 + MOST + 1) << SPLIT) - 1
-_WORD = 2**32 - 1
-#: Bits that are given beyond those of a result where they are asked for.
-FINE = 24
+#: Bits of a double behind those that tell the segment, and what those say of the least likely segment.
+REST, FIRST_SEGMENT = 52 - SPLIT, (1023 + LEAST) << SPLIT
+#: How many of them tell how far it is from the upper end of a segment: as many as a float takes without rounding.
+NEAR = {torch.float32: 24, torch.float64: REST}
+#: Binary digits after the point of coefficients, few enough for machines whose logarithms differ in the last place.
+_DIGITS = 28
 
 
-class Curve(NamedTuple):
-    """A function of a probability, and the binary digits after the point of a result: as many as 32 bits have room for."""
-
-    function: Callable[[float], float]
-    digits: int
+Curve = Callable[[float], float]
 
 
-#: What a normal number exceeds in size with a probability, and what an exponential one exceeds.
-NORMAL = Curve(lambda probability: -NormalDist().inv_cdf(probability / 2), 28)
-EXPONENTIAL = Curve(lambda probability: -math.log(probability), 26)
+def normal(probability: float) -> float:
+    """What a normal number exceeds in size with a probability."""
+    return -NormalDist().inv_cdf(probability / 2)
 
 
-def evaluate(curve: Curve, probability: Tensor, fine: bool = False) -> Tensor:
-    """A curve at probabilities; `fine`, with more digits, which the curve does not have but which tell more numbers apart."""
-    steps = table(curve, probability.device)
+def exponential(probability: float) -> float:
+    """What an exponential number exceeds with a probability."""
+    return -math.log(probability)
+
+
+def evaluate(curve: Curve, probability: Tensor, dtype: torch.dtype) -> Tensor:
+    """A curve at probabilities, never zero; doubles tell more numbers apart, but are no nearer to the curve."""
+    squares, slopes, ends = table(curve, probability.device, dtype)
     told = probability.to(torch.float64).view(torch.int64)  # exact: 53 bits
-    segment = (told >> REST).neg_().add_(FIRST_SEGMENT)
-    distance = (told >> (REST - 32)).bitwise_and_(_WORD).bitwise_xor_(_WORD)
-    value = steps[0].index_select(0, segment)
-    for coefficients in steps[1:-1].unbind():
-        value.mul_(distance).bitwise_right_shift_(32).add_(coefficients.index_select(0, segment))
-    last = steps[-1].index_select(0, segment)
-    if fine:
-        return value.mul_(distance).bitwise_right_shift_(32 - FINE).add_(last.mul_(2**FINE))
-    return value.mul_(distance).bitwise_right_shift_(32).add_(last)
+    segment = (told >> REST).sub_(FIRST_SEGMENT)
+    distance = (told >> (REST - NEAR[dtype])).bitwise_or_(-(2 ** NEAR[dtype])).to(dtype)  # from the upper end, below zero
+    value = squares.index_select(0, segment).mul_(distance).add_(slopes.index_select(0, segment))
+    return value.mul_(distance).add_(ends.index_select(0, segment))
 
 
 @cache
-def table(curve: Curve, device: Any) -> Tensor:
-    """The coefficients of a curve, highest first, by segment; the likeliest segments come first, as a cache would have it."""
+def table(curve: Curve, device: Any, dtype: torch.dtype) -> Tensor:
+    """The coefficients of a curve for distances below zero, highest first, by segment."""
     columns = []
-    for octave in range(MOST, LEAST - 1, -1):
-        for part in range(2**SPLIT, 0, -1):
-            upper, width = math.ldexp(1 + part / 2**SPLIT, octave - 63), math.ldexp(1, octave - 63 - SPLIT)
-            rounded = [max(0, round(math.ldexp(c, curve.digits))) for c in _polynomial(curve.function, upper, width)]
-            columns.append([*rounded[:-1], rounded[-1] + 1])  # what is cut off on the way is one on average
-    return torch.tensor(columns, device=device).T.contiguous()
+    for octave in range(LEAST, MOST + 1):
+        for part in range(2**SPLIT):
+            upper, width = math.ldexp(1 + (part + 1) / 2**SPLIT, octave - 63), math.ldexp(1, octave - 63 - SPLIT)
+            square, slope, end = _polynomial(curve, upper, width)
+            columns.append([round(math.ldexp(c, _DIGITS)) for c in (square, -slope, end)])
+    near = torch.tensor([-_DIGITS - NEAR[dtype] * power for power in range(DEGREE, -1, -1)])
+    return torch.ldexp(torch.tensor(columns, dtype=torch.float64), near).T.to(device, dtype).contiguous()
 
 
-def _polynomial(function: Callable[[float], float], upper: float, width: float) -> list[float]:
+def _polynomial(function: Curve, upper: float, width: float) -> list[float]:
     """The polynomial through a function at the Chebyshev points of an interval, of the distance from its upper end. Plain sums
     and products: every machine gives the same."""
     differences = [function(upper - width * point) for point in _POINTS]
@@ -88,5 +85,5 @@ def _polynomial(function: Callable[[float], float], upper: float, width: float) 
     return polynomial
 
 
-#: 1/2 - 1/2 cos(π (2i + 1) / 10).
-_POINTS = (0.024471741852423234, 0.20610737385376343, 0.5, 0.7938926261462366, 0.9755282581475768)
+#: 1/2 - 1/2 cos(π (2i + 1) / 6).
+_POINTS = (0.0669872981077807, 0.5, 0.9330127018922193)

@@ -141,6 +141,7 @@ def sides(layout: Layout) -> list[Side]:
     return found or [Side(whole(1), 1, 1)]
 
 
+@functools.lru_cache(maxsize=4096)
 def spans(layout: Layout, place: int) -> Spans:
     """The indices that the rank at a place holds."""
     several = [(side, layout.shard(side.factor, place)) for side in sides(layout)]

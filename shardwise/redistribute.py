@@ -19,6 +19,7 @@ from ._torch import collectives, is_alias, keep_alive
 from ._tracer import keep_in_their_part
 from .comm import Door, PerRank, door
 from .comm.context import Setting
+from .comm.keep import watched
 from .comm.policy import check
 from .form import Form, form_of
 from .kernels import (
@@ -77,11 +78,18 @@ def run(local: Tensor, steps: Plan, operator: str, shape: Sequence[int] | None =
     if is_symbolic(shape) and any(_is_explicit(layout) for layout in steps.layouts):
         shape = tuple(int(size) for size in shape)  # pieces of given sizes are of one size only
     by = Running(world, world.traced(local), shape)
+    if steps.collectives and not by.traced:
+        return watched(operator, (steps.have, steps.want), local, lambda: _run(local, steps, operator, by))
+    return _run(local, steps, operator, by)
+
+
+def _run(local: Tensor, steps: Plan, operator: str, by: Running) -> Tensor:
     if by.traced:
         keep_in_their_part()
     if by.traced and whole_moves.get():
         have, want = form_of(steps.have).text, form_of(steps.want).text
-        return torch.ops.shardwise.move(local, shape, have, want, operator)
+        moved: Tensor = torch.ops.shardwise.move(local, by.shape, have, want, operator)
+        return moved
     for step in steps.steps:
         local = _RUN[step.kind](local, step, by)
     return local

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .counter import FIRST, SECOND, STEP, Recipe, Spans
-from .curves import DEGREE, EXPONENTIAL, FIRST_SEGMENT, NORMAL, REST, table
+from .curves import DEGREE, FIRST_SEGMENT, NEAR, REST, exponential, normal, table
 
 #: Where Triton is not, this module can be read, but not used.
 AVAILABLE = importlib.util.find_spec("triton") is not None
@@ -28,11 +28,13 @@ _jit: Any = triton.jit if AVAILABLE else lambda function=None, **words: function
 
 _SOURCES = {"uniform": 0, "signed": 1, "below": 2, "normal": 3, "exponential": 4}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.bool)
-#: Elements of a block, at least and at most, and sides of a box, at most.
-_BLOCKS, _SIDES = (128, 1024), 3
+#: Elements of a block: one for each thread, since Triton moves those of a thread with several through shared memory where a
+#: value is used twice. And blocks of a program, and sides of a box, at most.
+_BLOCK, _TURNS, _SIDES = 128, 8, 3
 
 _STEP, _FIRST, _SECOND = (_constant(word % 2**64) for word in (STEP, FIRST, SECOND))
 _DEGREE, _REST, _FIRST_SEGMENT = _constant(DEGREE), _constant(REST), _constant(FIRST_SEGMENT)
+_NEAR, _BELOW = _constant(NEAR[torch.float32]), _constant(-(2 ** NEAR[torch.float32]))
 
 
 @_jit
@@ -54,32 +56,30 @@ def _bits(index, key, other):
 
 @_jit
 def _curve(z, curve, SEGMENTS: tl.constexpr):
-    """`curves.evaluate`, in 32 bits."""
-    probability = (z & 0x7FFFFFFFFFFFFC00) | 1024
-    told = probability.to(tl.int64, bitcast=True).to(tl.float64).to(tl.int64, bitcast=True)
-    place = curve + (-(told >> _REST) + _FIRST_SEGMENT).to(tl.int32)
-    distance = (told >> (_REST - 32)).to(tl.uint32) ^ 0xFFFFFFFF
-    value = tl.load(place).to(tl.uint32, bitcast=True)
+    """`curves.evaluate`."""
+    told = ((z & 0x7FFFFFFFFFFFFC00) | 1024).to(tl.int64, bitcast=True).to(tl.float64).to(tl.uint64, bitcast=True)
+    place = curve + ((told >> _REST).to(tl.int32) - _FIRST_SEGMENT)
+    distance = ((told >> (_REST - _NEAR)).to(tl.int32) | _BELOW).to(tl.float32)
+    value = tl.load(place)
     for degree in tl.static_range(1, _DEGREE + 1):
-        product = (value.to(tl.uint64) * distance.to(tl.uint64)) >> 32  # tl.umulhi would move all through shared memory
-        value = product.to(tl.uint32) + tl.load(place + degree * SEGMENTS).to(tl.uint32, bitcast=True)
+        value = value * distance + tl.load(place + degree * SEGMENTS)
     return value
 
 
 @_jit
 def _number(z, limit, curve, SOURCE: tl.constexpr, DROPPED: tl.constexpr, SEGMENTS: tl.constexpr):
-    """The integer of a source as a float, or a truth value."""
+    """The number of a source as a float, or a truth value."""
     if SOURCE == 0:
-        found = ((z >> 32).to(tl.uint32) >> (DROPPED - 32)).to(tl.float32)
+        found = (((z >> 32).to(tl.int32) >> (DROPPED - 32)) & ((1 << (64 - DROPPED)) - 1)).to(tl.float32)
     elif SOURCE == 1:
         found = (((z >> 32).to(tl.int32) >> (DROPPED - 32)) * 2 + 1).to(tl.float32)
     elif SOURCE == 2:
         found = (z >> 11).to(tl.int64, bitcast=True) < limit.to(tl.int64)
     elif SOURCE == 3:
-        found = _curve(z, curve, SEGMENTS).to(tl.float32)
-        found = tl.where(z.to(tl.int64, bitcast=True) < 0, -found, found)
+        found = _curve(z, curve, SEGMENTS).to(tl.uint32, bitcast=True) | ((z >> 32).to(tl.uint32) & 0x80000000)
+        found = found.to(tl.float32, bitcast=True)
     else:
-        found = (_curve(z, curve, SEGMENTS) | 1).to(tl.float32)
+        found = _curve(z, curve, SEGMENTS)
     return found
 
 
@@ -112,11 +112,12 @@ def _kernel(  # noqa: PLR0913  a kernel takes numbers one by one
     DROPS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TURNS: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64)
     base, before = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     if SIDES > 1:
-        blocks = tl.cdiv(length, BLOCK)
+        blocks = tl.cdiv(length, BLOCK * TURNS)
         row = block // blocks
         block -= row * blocks
         before = row * length
@@ -124,22 +125,26 @@ def _kernel(  # noqa: PLR0913  a kernel takes numbers one by one
             base += (row // length_1 + _word(start_2)) * stride_2
             row = row % length_1
         base += (row + _word(start_1)) * stride_1
-    lane = block * BLOCK + tl.arange(0, BLOCK)
-    here = lane < length
-    z = _bits(base + (lane + _word(start)) * stride, key.to(tl.int64), other.to(tl.int64))
-    value = _number(z, limit, curve, SOURCE, DROPPED, SEGMENTS)
-    if SCALED:
-        value = value * scale
-    if SHIFTED:
-        value = value + shift
-    if BOUNDED:
-        value = tl.minimum(value, most)
-    if DROPS:
-        given = tl.load(x + before + lane, here).to(tl.float32)
-        tl.store(dropped + before + lane, (given * value.to(tl.float32) * scale).to(dropped.dtype.element_ty), here)
-    if out.dtype.element_ty != tl.int1:
-        value = value.to(tl.float32).to(out.dtype.element_ty)
-    tl.store(out + before + lane, value, here)
+    first, lane = block * (BLOCK * TURNS), tl.arange(0, BLOCK)
+    step, place = first + _word(start) + lane, before + first + lane
+    left = tl.minimum(length - first, BLOCK * TURNS).to(tl.int32)
+    for turn in tl.static_range(TURNS):
+        mask = lane + turn * BLOCK < left
+        z = _bits(base + (step + turn * BLOCK) * stride, key.to(tl.int64), other.to(tl.int64))
+        value = _number(z, limit, curve, SOURCE, DROPPED, SEGMENTS)
+        if SCALED:
+            value = value * scale
+        if SHIFTED:
+            value = value + shift
+        if BOUNDED:
+            value = tl.minimum(value, most)
+        if DROPS:
+            given = tl.load(x + place + turn * BLOCK, mask).to(tl.float32)
+            rest = (given * value.to(tl.float32) * scale).to(dropped.dtype.element_ty)
+            tl.store(dropped + place + turn * BLOCK, rest, mask)
+        if out.dtype.element_ty != tl.int1:
+            value = value.to(tl.float32).to(out.dtype.element_ty)
+        tl.store(out + place + turn * BLOCK, value, mask)
 
 
 def fill(out: Tensor, made: Recipe, box: Spans, key: tuple[int, int]) -> bool:
@@ -163,12 +168,12 @@ def _launch(out: Tensor, x: Tensor | None, dropped: Tensor, made: Recipe, scale:
     if not out.numel():
         return
     length, rows = box.lengths[-1], math.prod(box.lengths[:-1])
-    block = min(max(triton.next_power_of_2(length), _BLOCKS[0]), _BLOCKS[1])
+    turns = min(triton.next_power_of_2(triton.cdiv(length, _BLOCK)), _TURNS)
     curve = _table(made.source, out.device)
     spare = _SIDES - len(box.starts)
     starts, lengths, strides = ([*reversed(side), *[1] * spare] for side in box)
     with torch.cuda.device_of(out):
-        _kernel[(rows * triton.cdiv(length, block),)](
+        _kernel[(rows * triton.cdiv(length, _BLOCK * turns),)](
             *(out, out if x is None else x, dropped, curve),
             *(*key, made.words[0] if made.source == "below" else 0),
             *(scale or 0.0, made.shift, made.most or 0.0),
@@ -181,12 +186,12 @@ def _launch(out: Tensor, x: Tensor | None, dropped: Tensor, made: Recipe, scale:
             BOUNDED=made.most is not None,
             DROPS=x is not None,
             SEGMENTS=curve.shape[1],
-            BLOCK=block,
+            BLOCK=_BLOCK,
+            TURNS=turns,
             enable_fp_fusion=False,
         )
 
 
 @cache
 def _table(source: str, device: torch.device) -> Tensor:
-    """The coefficients of a source's curve, in 32 bits."""
-    return table(EXPONENTIAL if source == "exponential" else NORMAL, device).to(torch.uint32).view(torch.int32)
+    return table(exponential if source == "exponential" else normal, device, torch.float32)

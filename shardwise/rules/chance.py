@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -78,11 +78,17 @@ def _fill_new(tools: Any, op: Any, x: Any, *args: Any, generator: Any = None, **
 
 def _by(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
     """The distribution that an operator draws from, with its numbers in the order of its schema."""
-    names = [argument.name for argument in op._schema.arguments[1 + len(args) :]]
-    defaults = {argument.name: argument.default_value for argument in op._schema.arguments if argument.has_default_value()}
-    numbers = [*args, *(kwargs.get(name, defaults.get(name)) for name in names if name != "generator")]
-    kind = op._schema.name.partition("::")[2].removesuffix("_").removesuffix("_functional")
+    kind, defaults = _schema(op)
+    numbers = [*args, *(kwargs.get(name, default) for name, default in defaults[len(args) :])]
     return _integers(dtype, *numbers) if kind == "random" else Draw(kind, tuple(numbers))
+
+
+@cache
+def _schema(op: Any) -> tuple[str, list[tuple[str, Any]]]:
+    """The distribution of an operator, and its numbers with what they are if not given."""
+    numbers = [a for a in op._schema.arguments[1:] if a.name != "generator"]
+    kind = op._schema.name.partition("::")[2].removesuffix("_").removesuffix("_functional")
+    return kind, [(a.name, a.default_value if a.has_default_value() else None) for a in numbers]
 
 
 def _integers(dtype: torch.dtype, *bounds: Any) -> Draw:

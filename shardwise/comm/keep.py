@@ -1,0 +1,52 @@
+"""Who watches what is communicated, to keep it and to give it back in a second run: `watched`, `watching`.
+
+Knows nothing of blocks and policies: a watcher is asked for the result of a communication, and may or may not let it run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Watcher(Protocol):
+    """One who is asked."""
+
+    def communicate(self, operator: str, key: Hashable, x: Tensor, run: Callable[[], Tensor]) -> Tensor:
+        """What comes of a communication of `x` that `key` describes: what `run` gives, or has given before."""
+
+
+class _Watchers(threading.local):
+    def __init__(self) -> None:
+        self.now: tuple[Watcher, ...] = ()
+
+
+_watchers = _Watchers()
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """In the block, a watcher is asked first, before those outside."""
+    before = _watchers.now
+    _watchers.now = (*before, watcher)
+    try:
+        yield
+    finally:
+        _watchers.now = before
+
+
+def watched(operator: str, key: Hashable, x: Tensor, run: Callable[[], Tensor]) -> Tensor:
+    """The result of a communication, by way of all who watch this thread.
+
+    >>> import torch
+    >>> watched("move", "", torch.ones(2), lambda: torch.zeros(2))
+    tensor([0., 0.])
+    """
+    for watcher in _watchers.now:
+        run = partial(watcher.communicate, operator, key, x, run)
+    return run()

@@ -1,0 +1,333 @@
+"""What watches the two runs of a block: `Record` the first, and keeps what the policy says; `Replay` the second, and gives it
+back.
+
+Both see every operator before it runs (on DTensors, not on their pieces), every move of a DTensor, and every compiled region as
+one operator. Neither changes what an operator gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch import TorchDispatchMode, alias, schema, tree_map_only
+from ..comm.keep import watching
+from ..errors import RematError
+from ..save import Choice, Made, Policy
+from .states import States, devices_of, get_states, set_states
+from .values import ARGUMENT, OUTSIDE, Call, Run, describe, size_of, tensors, version
+
+#: How compiled regions and moves between layouts are called in policies and errors.
+REGION, MOVE = "higher_order.inductor_compiled_code", "shardwise.move"
+#: Kept of a call that wrote to a tensor from outside: the second run does not do so again.
+_WRITTEN = object()
+
+
+class Facts(NamedTuple):
+    """What has to be known of an operator: where it writes to, the arguments that it writes to without saying so, whether it
+    gives views, draws random numbers, gives what it is given, takes a tensor that was just made of Python numbers, sends to
+    other processes, or gives memory that is still to be written."""
+
+    name: str
+    writes: tuple[int | str, ...] = ()
+    hidden: tuple[int, ...] = ()
+    views: bool = False
+    random: bool = False
+    ignored: bool = False
+    lifts: bool = False
+    sends: bool = False
+    empty: bool = False
+
+
+#: Running statistics that are updated.
+_HIDDEN = {f"aten.{name}": (3, 4) for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")}
+_IGNORED = (
+    "aten.detach.",
+    "aten.alias.",
+    "prim.",
+    "aten.sym_",
+    "aten.is_",
+    "aten.size.",
+    "aten.stride.",
+    "aten.storage_offset.",
+)
+
+
+@cache
+def facts_of(op: Any) -> Facts:
+    """What an operator's schema says."""
+    if not hasattr(op, "_schema"):
+        return Facts(f"higher_order.{op.name()}")
+    name, told = str(op), schema(op)
+    writes = [
+        argument.name if argument.kwarg_only else place
+        for place, argument in enumerate(told.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    sends = name.startswith("c10d.")
+    if sends:  # these write to all their tensors, and do not say so
+        writes = [place for place, argument in enumerate(told.arguments) if "Tensor" in str(argument.type)]
+    return Facts(
+        name,
+        tuple(writes),
+        _HIDDEN.get(name.rpartition(".")[0], ()),
+        views=not writes and any(result.alias_info is not None for result in told.returns),
+        random=torch.Tag.nondeterministic_seeded in op.tags,
+        ignored=name.startswith(_IGNORED) and not writes,
+        lifts=name.startswith("aten.lift_fresh."),
+        sends=sends,
+        empty=name.startswith(("aten.empty", "aten.new_empty")),
+    )
+
+
+class Watch(TorchDispatchMode):
+    """One run of a block."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+        self._quiet = False
+        self._current: Call | None = None
+        self._stack = contextlib.ExitStack()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions run as such where this watches; torch asks."""
+        return True
+
+    def __enter__(self) -> Any:
+        self._stack.enter_context(watching(weakref.proxy(self)))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._quiet:
+            return func(*args, **kwargs)
+        facts = facts_of(func)
+        if facts.ignored:
+            out = func(*args, **kwargs)
+            if isinstance(out, Tensor):
+                self.run.rename(out, args[0])
+            return out
+        call = self.run.call(self.run.key(func, (_content(args[0]),) if facts.lifts else args, kwargs), facts.name)
+        outer, self._current = self._current, call
+        try:
+            out = self.operate(call, facts, func, args, kwargs)
+        finally:
+            self._current = outer
+        self._name(call, facts, out, args, kwargs)
+        if self.run.strange and call is self.run.strange[-1]:
+            call.told = ", ".join(map(describe, tensors(out))) or repr(out)
+        return out
+
+    def communicate(self, operator: str, key: Hashable, x: Tensor, run: Callable[[], Tensor]) -> Tensor:
+        """What comes of a move of a local value, on behalf of the operator that is running, or of the user."""
+        if self._quiet:
+            return run()
+        what = self.run.value(x) if self._current is None else self._current
+        call = self.run.call((MOVE, what, key), MOVE)
+        with self._unseen():
+            out: Tensor = self.whole(call, run)
+        self.run.name(out, call.result(0))
+        return out
+
+    def region(self, region: Any, name: str, inputs: Sequence[Any], writes: Sequence[int], run: Callable[[], Any]) -> Any:
+        """What comes of a compiled region."""
+        if self._quiet:
+            return run()
+        call = self.run.call((REGION, id(region), self.run.key("", inputs)), REGION, f"{self.run.region}/{name}")
+        written = [inputs[place] for place in writes]
+        self._writes_outside(call, written)
+        with self._unseen():
+            out = self.whole(call, run)
+        self._name_written(call, written)
+        for place, x in enumerate(tensors(out), len(written)):
+            if not self.run.knows(x):
+                self.run.name(x, call.result(place))
+        return out
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
+        self._quiet = True
+        try:
+            yield
+        finally:
+            self._quiet = False
+
+    def operate(self, call: Call, facts: Facts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What comes of an operator."""
+        raise NotImplementedError(f"{type(self).__name__} watches nothing")
+
+    def whole(self, call: Call, run: Callable[[], Any]) -> Any:
+        """What comes of a move or a region."""
+        raise NotImplementedError(f"{type(self).__name__} watches nothing")
+
+    # ── which values tensors are ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _name(self, call: Call, facts: Facts, out: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        written = written_by(facts, args, kwargs) if facts.writes else ()
+        self._name_written(call, written)
+        root = self.run.value(args[0]).root if facts.views and args and isinstance(args[0], Tensor) else None
+        for place, x in enumerate(tensors(out), len(written)):
+            if not any(x is other for other in written):
+                value = call.result(place)
+                value.root = root or value
+                self.run.name(x, value)
+
+    def _name_written(self, call: Call, written: Sequence[Tensor]) -> None:
+        for place, x in enumerate(written):
+            value = call.result(place)
+            value.root = self.run.value(x).root
+            self.run.name(x, value, writes=1)
+
+    def _writes_outside(self, call: Call, written: Sequence[Tensor]) -> bool:
+        """Whether a call writes to tensors from outside the block; an error where that would change a second run."""
+        outside = [x for x in written if self.run.value(x).root.of in (ARGUMENT, OUTSIDE)]
+        for x in outside:
+            if x.is_floating_point() or x.is_complex():
+                raise RematError(
+                    f"{call}: it writes to {self.run.value(x).root}, {describe(x)}. The backward computes the block a second "
+                    "time, from that tensor as it is then; use an operator that does not write to it"
+                )
+        return bool(outside)
+
+
+def written_by(facts: Facts, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes to."""
+    found = [kwargs.get(at) if isinstance(at, str) else args[at] if at < len(args) else None for at in facts.writes]
+    return [x for item in found for x in tensors(item)]
+
+
+def _content(x: Tensor) -> Hashable:
+    """What a tensor that was just made of Python numbers is known by."""
+    small = type(x) is Tensor and x.device.type == "cpu" and x.numel() <= 64
+    return tuple(x.shape), x.dtype, x.device, tuple(x.flatten().tolist()) if small else None
+
+
+# ── the first run ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Record(Watch):
+    """Watches the first run, and keeps what a policy says."""
+
+    def __init__(self, run: Run, policy: Policy) -> None:
+        super().__init__(run)
+        self._policy = policy
+        self._choices: dict[str, Choice] = {}
+
+    def operate(self, call: Call, facts: Facts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the operator, and keep what it gives if the policy says so."""
+        written = written_by(facts, args, kwargs) if facts.writes else []
+        outside = self._writes_outside(call, written) if written else False
+        for x in written:
+            _copy_kept(self.run.value(x).root.of)
+        states = _states(args, kwargs) if facts.random else None
+        out = func(*args, **kwargs)
+        if states is not None:
+            call.state = (states, None)
+        if outside:
+            call.kept = _WRITTEN
+        elif facts.sends:
+            _keep_sent(call, self._choose(call, facts, out, func, args), out, written)
+        elif not any(True for _ in tensors(out)):
+            call.kept = None if out is None else (out,)  # a number that the program may decide on
+        elif not (written or facts.views or facts.empty) and self._choose(call, facts, out, func, args).saves:
+            _keep(call, out)
+            call.state = states and (states, _states(args, kwargs))
+        return out
+
+    def whole(self, call: Call, run: Callable[[], Any]) -> Any:
+        """Run a move or a region, and keep what it gives if the policy says so."""
+        out = run()
+        if self._choose(call, Facts(call.operator), out).saves:
+            _keep(call, out)
+        return out
+
+    def _choose(self, call: Call, facts: Facts, out: Any, op: Any = None, args: Sequence[Any] = ()) -> Choice:
+        choice = self._choices.get(facts.name)
+        if choice is not None:
+            return choice
+        size = 0 if self._policy.by_operator else sum(map(size_of, tensors(out)))
+        choice = self._policy.choose(Made(facts.name, call.region, call.number, size, facts.random), op, args)
+        if self._policy.by_operator:
+            self._choices[facts.name] = choice
+        return choice
+
+
+def _states(args: Any, kwargs: dict[str, Any]) -> States:
+    return get_states(devices_of(tensors(args)), kwargs.get("generator"))
+
+
+def _keep(call: Call, out: Any) -> None:
+    call.kept = (tree_map_only(Tensor, alias, out),)
+    call.versions = [version(x) for x in tensors(call.kept)]
+
+
+def _copy_kept(made_by: Any) -> None:
+    """What is kept of a call stays as it is when the block goes on to write to it."""
+    if isinstance(made_by, Call) and made_by.versions:
+        made_by.kept = tree_map_only(Tensor, torch.clone, made_by.kept)
+        made_by.versions = [version(x) for x in tensors(made_by.kept)]
+
+
+def _keep_sent(call: Call, choice: Choice, out: Any, written: Sequence[Tensor]) -> None:
+    """A collective in place: what it wrote, when it has done so."""
+    if choice.saves:
+        works = [work for work in out if hasattr(work, "wait")] if isinstance(out, tuple) else [out]
+        for work in works:
+            work.wait()
+        call.kept = (out, [x.clone() for x in written])
+
+
+# ── the second run ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Replay(Watch):
+    """Watches the second run, and gives what the first kept."""
+
+    def operate(self, call: Call, facts: Facts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What was kept of the operator, or what it gives now."""
+        if call.kept is _WRITTEN:
+            written = written_by(facts, args, kwargs)
+            return None if not schema(func).returns else written[0] if len(written) == 1 else written
+        if call.kept is not None and facts.sends:
+            for x, sent in zip(written_by(facts, args, kwargs), call.kept[1], strict=True):
+                x.copy_(sent)
+            return call.kept[0]
+        if call.kept is not None:
+            if call.state is not None:
+                set_states(call.state[1])
+            return given_back(call)
+        if call.state is not None:
+            set_states(call.state[0])
+        if facts.hidden:
+            args = [x.clone() if at in facts.hidden and x is not None else x for at, x in enumerate(args)]
+        return func(*args, **kwargs)
+
+    def whole(self, call: Call, run: Callable[[], Any]) -> Any:
+        """What was kept of a move or a region, or what it gives now."""
+        return run() if call.kept is None else given_back(call)
+
+
+def given_back(call: Call) -> Any:
+    """What was kept of a call, if it still is what it was."""
+    (kept,) = call.kept
+    for x, known in zip(tensors(kept), call.versions, strict=False):
+        if version(x) != known:
+            raise RematError(
+                f"{call}: its result {describe(x)} was kept for the backward, and written to afterwards; use an operator that "
+                "does not write to it, or a policy that does not keep it"
+            )
+    return tree_map_only(Tensor, alias, kept)
