@@ -232,9 +232,6 @@ def peak(step: Step, device: str) -> int:
 
 def seconds(step: Step, device: str) -> float:
     clock = time.process_time
-    # A collection in the middle of a timed step would count against whichever row it meets.
-    gc.collect()
-    gc.disable()
     if device == "cuda":
         clock = time.perf_counter
         torch.cuda.synchronize()
@@ -242,12 +239,14 @@ def seconds(step: Step, device: str) -> float:
     step()
     if device == "cuda":
         torch.cuda.synchronize()
-    gc.enable()
     return clock() - start
 
 
 def best_of(steps: Mapping[Key, Step], options: argparse.Namespace) -> dict[Key, float]:
     """Seconds of the best round of each step; rounds alternate between them, and go on for rows above their target."""
+    # What is there already is no garbage: a collection during a step then costs what the step itself left behind.
+    gc.collect()
+    gc.freeze()
     best = dict.fromkeys(steps, float("inf"))
     for turn in range(4):
         slow = {key: step for key, step in steps.items() if not turn or ratio(best, key[0]) > TIME}
