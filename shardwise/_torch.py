@@ -84,6 +84,7 @@ __all__ = [
     "tree_unflatten",
     "unregister_group",
     "unseen",
+    "untraced",
     "veto_cache",
 ]
 
@@ -112,6 +113,16 @@ is_wrapper: Any = is_traceable_wrapper_subclass_type
 
 #: Whether the backward that runs now leaves the graph as it is, so that another can follow.
 keeps_graph: Any = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+_frames: Any = torch._C._dynamo.eval_frame
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that Dynamo leaves alone, with all that it calls; `torch.compiler.disable` takes microseconds of each call."""
+    skip = _frames._FrameAction.SKIP
+    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def alias(x: torch.Tensor) -> torch.Tensor:

@@ -88,15 +88,15 @@ def layouts_shown(given: Arguments) -> tuple[list[Any], dict[str, Any]]:
     """The arguments with layouts in the place of tensors, lists as tuples."""
     layouts = iter(given.layouts)
     places = {(id(holder), at): next(layouts) for holder, at in given.places}
+    positional = [_shown(places, given.positional, i) for i in range(len(given.positional))]
+    return positional, {name: _shown(places, given.named, name) for name in given.named}
 
-    def shown(holder: Any, at: Any) -> Any:
-        value = holder[at]
-        if isinstance(value, list):
-            return tuple(shown(value, i) for i in range(len(value)))
-        return places.get((id(holder), at), value)
 
-    positional = [shown(given.positional, i) for i in range(len(given.positional))]
-    return positional, {name: shown(given.named, name) for name in given.named}
+def _shown(places: dict[Any, Any], holder: Any, at: Any) -> Any:
+    value = holder[at]
+    if isinstance(value, list):
+        return tuple(_shown(places, value, i) for i in range(len(value)))
+    return places.get((id(holder), at), value)
 
 
 def bind(func: Any, facts: Signature, given: Arguments) -> Call:

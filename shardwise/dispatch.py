@@ -6,7 +6,7 @@ On a known call the path is one tuple, one look-up, the local operator and one w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -333,20 +333,23 @@ def _results(cls: Any, func: Any, local: Any, known: Known, args: tuple[Any, ...
     facts = known.signature
     if facts.in_place:
         return args[0] if facts.returns else None
-    severs = known.severs or (facts.view and args[0].severed)
-    layouts = iter(enumerate(known.decision.results))
-
-    def wrapped(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            index, layout = next(layouts)
-            if layout is None:
-                return value
-            out = wrap(cls, value, layout)
-            return sever(out, func, args, kwargs, index) if severs else out
-        return type(value)(wrapped(item) for item in value) if isinstance(value, list | tuple) else value
-
     if facts.written:
         given = dict(by_name(facts, args, kwargs))
         outs = [given[name] for name in facts.returns if name is not None]
         return outs[0] if len(outs) == 1 else tuple(outs) if outs else None
-    return wrapped(local)
+
+    def wrapped(value: Tensor, index: int, layout: Layout) -> Any:
+        out = wrap(cls, value, layout)
+        return sever(out, func, args, kwargs, index) if severs else out
+
+    severs = known.severs or (facts.view and args[0].severed)
+    return _each(wrapped, local, iter(enumerate(known.decision.results)))
+
+
+def _each(wrapped: Callable[..., Any], value: Any, layouts: Iterator[Any]) -> Any:
+    """Wrap the tensors in a result. No function inside another: one that calls itself keeps all that it knows alive, tensors
+    among them, until the garbage is collected."""
+    if isinstance(value, Tensor):
+        index, layout = next(layouts)
+        return value if layout is None else wrapped(value, index, layout)
+    return type(value)(_each(wrapped, item, layouts) for item in value) if isinstance(value, list | tuple) else value

@@ -20,8 +20,8 @@ from .._torch import keeps_graph, tree_flatten, tree_unflatten
 from ..errors import RematError
 from ..save import Policy
 from .states import devices_of, from_states, get_states
-from .values import ARGUMENT, OUTSIDE, Call, Run, Value, describe, tensors, version
-from .watch import Record, Replay, given_back
+from .values import OUTSIDE, Call, Run, Value, describe, facts_of_tensor, tensors, version
+from .watch import Cell, Done, Record, Replay, given_back
 
 #: All blocks whose backward may still come.
 _blocks: weakref.WeakSet[Block] = weakref.WeakSet()
@@ -36,37 +36,12 @@ def kept_values() -> int:
     return sum(call.kept is not None for block in _blocks for call in block.first.calls.values())
 
 
-class Cell:
-    """What the backward will ask for: a value, after so many writes to it."""
-
-    __slots__ = ("__weakref__", "facts", "left", "packs", "value", "version")
-
-    def __init__(self, facts: str) -> None:
-        self.facts = facts
-        self.packs, self.left = 0, 0
-        self.value: Tensor | None = None
-        self.version = 0
-
-    def fill(self, x: Tensor) -> None:
-        """Give it its value."""
-        self.value, self.version, self.left = x, version(x), self.packs
-
-
 class _Outside(NamedTuple):
     """A tensor from outside the block, which is simply kept."""
 
+    of: Value
     tensor: Tensor
     version: int
-
-
-class _Argument(NamedTuple):
-    """An argument of the block."""
-
-    place: int
-
-
-class _Done(BaseException):
-    """Everything that was asked for is there."""
 
 
 class _Inputs(torch.autograd.Function):
@@ -91,6 +66,8 @@ class Block:
         self.function, self.name, self.policy = function, name, policy
         self.first = Run(name)
         self._cells: list[tuple[Value, int, Any]] = []
+        self._record: Record | None = None  #: while the first run goes on
+        self._has_backward = False
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """The first run."""
@@ -102,8 +79,12 @@ class Block:
         self._around = _Surroundings(given)
         _blocks.add(self)
         self._name_arguments(self.first, given)
-        with saved_tensors_hooks(self._pack, self._unpack), Record(self.first, self.policy):
-            return self.function(*args, **kwargs)
+        self._record = Record(self.first, self.policy)
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack), self._record:
+                return self.function(*args, **kwargs)
+        finally:
+            self._record = None
 
     def _name_arguments(self, run: Run, given: list[Tensor]) -> None:
         for index, x in enumerate(given):
@@ -112,32 +93,36 @@ class Block:
     # ── what autograd saves ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _pack(self, x: Tensor) -> Any:
-        run = self.first
-        value, writes = run.value(x), run.written(x)
-        if value.of == ARGUMENT:
-            return _Argument(value.index)
+        value, writes = self.first.value_now(x)
         if value.of == OUTSIDE:
-            return _Outside(x.detach() if x.grad_fn is not None else x, version(x))
+            return _Outside(value, x.detach() if x.grad_fn is not None else x, version(x))
+        if value.cells is None:
+            value.cells = {}
         known = value.cells.get(writes)
         cell = known() if known is not None else None
         if cell is None:
-            cell = Cell(describe(x))
-            value.cells[writes] = weakref.ref(cell)
-            self._cells.append((value, writes, value.cells[writes]))
+            cell = Cell(value, facts_of_tensor(x))
+            value.cells[writes] = known = weakref.ref(cell)
+            self._cells.append((value, writes, known))
         cell.packs += 1
         return cell
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, _Argument):
-            return self._tensors()[packed.place]
-        if isinstance(packed, _Outside):
-            if version(packed.tensor) != packed.version:
-                raise RematError(
-                    f"{self.name}: the backward needs a tensor from outside the block, {describe(packed.tensor)}, which was "
-                    f"written to {version(packed.tensor) - packed.version} times since; do the backward before that"
-                )
-            return packed.tensor
-        return self._take(packed)
+    def _unpack(self, packed: Cell | _Outside) -> Tensor:
+        x = self._take(packed) if isinstance(packed, Cell) else self._unchanged(packed)
+        if self._record is not None:  # a backward inside the block
+            self._has_backward = True
+            self.first.name(x, packed.of)
+        return x
+
+    def _unchanged(self, packed: _Outside) -> Tensor:
+        writes = version(packed.tensor) - packed.version
+        if writes:
+            told = describe(facts_of_tensor(packed.tensor))
+            raise RematError(
+                f"{self.name}: the backward needs a tensor from outside the block, {told}, which was written to {writes} times "
+                "since; do the backward before that"
+            )
+        return packed.tensor
 
     def _take(self, cell: Cell) -> Tensor:
         if cell.value is None:
@@ -146,8 +131,8 @@ class Block:
         assert x is not None
         if version(x) != cell.version:
             raise RematError(
-                f"{self.name}: the backward needs {cell.facts}, which the block writes to afterwards; use an operator that "
-                "does not write to it"
+                f"{self.name}: the backward needs {describe(cell.facts)}, which the block writes to afterwards; use an "
+                "operator that does not write to it"
             )
         cell.left -= 1
         if not cell.left:
@@ -170,19 +155,26 @@ class Block:
     def _run_again(self) -> None:
         cells = [(value, writes, cell()) for value, writes, cell in self._cells]
         wanted = {(value, writes): cell for value, writes, cell in cells if cell is not None and cell.value is None}
-        run = Run(self.name, self.first)
-        given = self._tensors()
-        self._name_arguments(run, given)
-        leaves = list(self._constants)
+        replay = Replay(Run(self.name, self.first), wanted)
+        given, leaves = self._tensors(), list(self._constants)
         for place, x in zip(self._places, given, strict=True):
             leaves[place] = x
         args, kwargs = tree_unflatten(leaves, self._spec)
-        with self._around.again(), saved_tensors_hooks(_filler(wanted, run), _same), Replay(run), contextlib.suppress(_Done):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.suppress(Done))
+            stack.enter_context(self._around.again())
+            if self._record is not None:
+                stack.enter_context(self._record.unseen())
+            self._name_arguments(replay.run, given)
+            for index, x in enumerate(given):
+                replay.fill(self.first.argument(index), 0, x)
+            stack.enter_context(saved_tensors_hooks(_filler(replay, self._has_backward), _same))
+            stack.enter_context(replay)
             self.function(*args, **kwargs)
-        if not run.strange:
+        if not replay.run.strange:
             _fill_from_kept(wanted)
         if wanted:
-            raise RematError(_mismatch(self.name, wanted, run))
+            raise RematError(_mismatch(self.name, wanted, replay.run))
         if not keeps_graph():
             self.first.drop()
 
@@ -191,18 +183,13 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _filler(wanted: dict[Any, Cell], run: Run) -> Callable[[Tensor], Tensor]:
-    def pack(x: Tensor) -> Tensor:
-        value, writes = run.value(x), run.written(x)
-        kept = x.detach() if x.requires_grad else x  # with its graph it would keep itself alive
-        cell = wanted.pop((value, writes), None)
-        if cell is not None:
-            if describe(x) != cell.facts:
-                raise RematError(f"{value}: it was {cell.facts} in the forward, and is {describe(x)} in the recomputation")
-            cell.fill(kept)
-            if not wanted:
-                raise _Done("nothing more is needed")
-        return kept
+def _filler(replay: Replay, whole: bool) -> Callable[[Tensor], Any]:
+    """What the second run does with a tensor that autograd saves. As a rule nothing is done with its own graph, and nothing is
+    saved for that: a tensor with its graph would keep itself alive."""
+
+    def pack(x: Tensor) -> Any:
+        replay.fill(*replay.run.value_now(x), x)
+        return x.detach() if whole else None
 
     return pack
 
@@ -218,7 +205,7 @@ def _fill_from_kept(wanted: dict[Any, Cell]) -> None:
 
 def _mismatch(name: str, wanted: dict[Any, Cell], run: Run) -> str:
     (value, _), cell = next(iter(wanted.items()))
-    text = f"the backward needs {value}, {cell.facts}, which the recomputation did not make"
+    text = f"the backward needs {value}, {describe(cell.facts)}, which the recomputation did not make"
     if run.strange:
         alike = [call for call in run.strange if str(call) == str(value.source)]
         other = (alike or run.strange)[0]
@@ -236,8 +223,6 @@ class _Surroundings:
             for kind in kinds
         ]
         self.states = get_states(devices_of(given))
-        if any(enabled for _, _, enabled, _ in self.casts):
-            torch.clear_autocast_cache()  # what was cast before the block would not be there the second time
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -247,6 +232,5 @@ class _Surroundings:
             for kind, dtype, enabled, cached in self.casts:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
-                    torch.clear_autocast_cache()
             stack.enter_context(torch.enable_grad())
             yield

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import Counter
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -21,31 +20,34 @@ from ..comm import Bundle
 from ..tensor import DTensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+ARGUMENT, OUTSIDE = "argument", "outside"
 
 
 class Value:
     """What a tensor is: a result of a call, an argument of the block, a tensor from outside, or a part of another value."""
 
-    __slots__ = ("__weakref__", "_parts", "cells", "index", "of", "root")
+    __slots__ = ("_root", "cells", "index", "of", "written")
 
     def __init__(self, of: Any, index: Any, root: Value | None = None) -> None:
         self.of, self.index = of, index
-        #: The value whose memory this one has.
-        self.root: Value = self if root is None else root.root
-        #: By how often it was written to since: what waits for it in the backward.
-        self.cells: dict[int, Any] = {}
-        self._parts: dict[Hashable, Value] = {}
+        self._root = None if root is None else root.root
+        #: Whether a call wrote it to memory that was there before.
+        self.written = False
+        #: What waits for it in the backward, by how often it was written to since.
+        self.cells: dict[int, Any] | None = None
 
-    def part(self, name: Hashable) -> Value:
-        """A tensor inside this one, or one made around it."""
-        found = self._parts.get(name)
-        if found is None:
-            found = self._parts[name] = Value(self, name, self)
-        return found
+    @property
+    def root(self) -> Value:
+        """The value whose memory this one has."""
+        return self if self._root is None else self._root
+
+    def lie_in(self, root: Value | None) -> None:
+        """Say whose memory it has; None: its own."""
+        self._root = None if root is self else root
 
     @property
     def source(self) -> Any:
-        """The call it comes from, or the text "argument" or "outside"."""
+        """The call it comes from, or "argument" or "outside"."""
         return self.of.source if isinstance(self.of, Value) else self.of
 
     def __str__(self) -> str:
@@ -56,21 +58,19 @@ class Value:
         return f"argument {self.index} of the block" if self.of == ARGUMENT else "a tensor from outside the block"
 
 
-ARGUMENT, OUTSIDE = "argument", "outside"
-
-
 class Call:
     """One call of an operator in a region: the `number`-th there."""
 
-    __slots__ = ("kept", "number", "operator", "region", "results", "state", "told", "versions")
+    __slots__ = ("after", "before", "kept", "number", "operator", "region", "results", "told", "versions")
 
     def __init__(self, operator: str, region: str, number: int) -> None:
         self.operator, self.region, self.number = operator, region, number
-        self.results: list[Value] = []
+        self.results: list[Value] = [Value(self, 0)]
         self.kept: Any = None  #: what is kept of it, if anything is
         self.versions: list[int] = []  #: how often the tensors in there had been written to
+        self.before: Any = None  #: the state of a generator that the user gave, before the call
+        self.after: Any = None  #: the states of all generators after a random call of which something is kept
         self.told = ""  #: its results in words, where they are no values of the first run
-        self.state: Any = None  #: of the random number generators before it, and after
 
     def result(self, index: int) -> Value:
         """One of the values it gives."""
@@ -84,7 +84,10 @@ class Call:
 
 def version(x: Tensor) -> int:
     """How often a tensor was written to."""
-    return 0 if x.is_inference() else x._version
+    try:
+        return x._version
+    except RuntimeError:  # nobody counts in inference mode
+        return 0
 
 
 def _members(x: Any) -> tuple[Tensor, ...]:
@@ -96,6 +99,9 @@ def _members(x: Any) -> tuple[Tensor, ...]:
     return tuple(getattr(x, name) for name in x.__tensor_flatten__()[0]) if is_wrapper(type(x)) else ()
 
 
+Known = tuple[Any, Value, int]
+
+
 class Run:
     """One run of a block: which value each tensor is. The second run looks at the first: what that made and is still there may
     come up again."""
@@ -105,29 +111,38 @@ class Run:
         self.calls: dict[Any, Call] = {} if first is None else first.calls
         #: In the second run, calls that the first did not make, in their order.
         self.strange: list[Call] = []
-        self._counts: Counter[Any] = Counter()
-        self._again: Counter[Any] = Counter()
-        self._known: dict[int, tuple[Any, Value, int]] = {}
+        #: By the id of a tensor: a weak reference to it, its value, and how often it had been written to when it got its name.
+        self.known: dict[int, Known] = {}
+        self._counts: dict[str, int] = {}
+        self._made: set[Call] = set()
         self._outside: list[tuple[Any, tuple[Any, ...], Value]] = []
+        self._came_in: dict[int, Value] = {}
+        self._parts: dict[tuple[Value, Hashable], Value] = {} if first is None else first._parts
         self._claimed: set[Value] = set()
         self._arguments: list[Value] = []
 
+    def __del__(self) -> None:
+        """Calls and their results know each other: without this, all that is kept of them would wait for the garbage collector."""
+        for call in (*self.strange, *(self.calls.values() if self.first is None else ())):
+            call.results.clear()
+
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def call(self, key: tuple[Any, ...], operator: str, region: str = "") -> Call:
+    def call(self, key: tuple[Any, ...], operator: str, region: str) -> Call:
         """The call with such a key; in the second run, that of the first, if it made one."""
-        counted = (operator, region)
-        number = self._counts[counted] = self._counts[counted] + 1
-        again = self._again[key] = self._again[key] + 1
-        if again > 1:
-            key = (key, again)
-        found = self.calls.get(key)
+        number = self._counts[operator] = self._counts.get(operator, 0) + 1
+        made = self._made
+        found, again = self.calls.get(key), 1
+        while found is not None and found in made:
+            again += 1
+            found = self.calls.get((again, key))
         if found is None:
-            found = Call(operator, region or self.region, number)
+            found = Call(operator, region, number)
             if self.first is None:
-                self.calls[key] = found
+                self.calls[key if again == 1 else (again, key)] = found
             else:
                 self.strange.append(found)
+        made.add(found)
         return found
 
     def key(self, op: Any, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, ...]:
@@ -138,8 +153,8 @@ class Run:
             if kind is int or arg is None:
                 key.append(arg)
             elif isinstance(arg, Tensor):
-                known = self._known.get(id(arg))
-                key.append(known[1] if known is not None and known[0]() is arg else self.value(arg))
+                known = self.known.get(id(arg))
+                key.append(known[1] if known is not None and known[0]() is arg else self._find(arg)[1])
             elif kind is list or kind is tuple:
                 key.append(self.key(kind, arg))
             else:
@@ -149,36 +164,38 @@ class Run:
             key.append(self.key("", kwargs.values()))
         return tuple(key)
 
+    def drop(self) -> None:
+        """Let go of all that is kept."""
+        for call in self.calls.values():
+            call.kept = None
+
     # ── tensors ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def value(self, x: Tensor) -> Value:
         """Which value a tensor is."""
         return self._find(x)[1]
 
-    def written(self, x: Tensor) -> int:
-        """How often a tensor was written to since its value got its name."""
-        return version(x) - self._find(x)[2]
-
-    def _find(self, x: Tensor) -> tuple[Any, Value, int]:
-        known = self._known.get(id(x))
-        if known is not None and known[0]() is x:
-            return known
-        found = self._before(x) or self._around(x) or self._from_outside(x)
-        self._known[id(x)] = found
-        return found
-
-    def rename(self, x: Tensor, other: Tensor) -> None:
-        """Say that a tensor is the same value as another."""
-        known = self._find(other)
-        self._known[id(x)] = (weakref.ref(x), known[1], known[2] + version(x) - version(other))
-        if type(x) not in _PLAIN:
-            for place, member in enumerate(_members(x)):
-                self.name(member, known[1].part(place))
+    def value_now(self, x: Tensor) -> tuple[Value, int]:
+        """Which value a tensor is, and how often it was written to since it got that name."""
+        _, value, then = self._find(x)
+        return value, version(x) - then
 
     def knows(self, x: Tensor) -> bool:
         """Whether something is known of a tensor."""
-        known = self._known.get(id(x))
+        known = self.known.get(id(x))
         return known is not None and known[0]() is x
+
+    def name(self, x: Tensor, value: Value, writes: int = 0) -> None:
+        """Say which value a tensor is, from now on."""
+        self.known[id(x)] = (weakref.ref(x), value, version(x) + writes)
+        if type(x) not in _PLAIN:
+            for place, member in enumerate(_members(x)):
+                self.name(member, self.part(value, place))
+
+    def rename(self, x: Tensor, other: Tensor) -> None:
+        """Say that a tensor is the same value as another."""
+        value, writes = self.value_now(other)
+        self.name(x, value, -writes)
 
     def argument(self, index: int) -> Value:
         """The value of an argument of the block."""
@@ -186,50 +203,70 @@ class Run:
             self._arguments.append(Value(ARGUMENT, len(self._arguments)))
         return self._arguments[index]
 
-    def drop(self) -> None:
-        """Let go of all that is kept."""
-        for call in self.calls.values():
-            call.kept = None
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Value:
+        """The value of a tensor from outside in another dtype."""
+        value = self.part(self.value(x), dtype)
+        value.lie_in(None)
+        return value
 
-    def name(self, x: Tensor, value: Value, writes: int = 0) -> None:
-        """Say which value a tensor is, from now on."""
-        self._known[id(x)] = (weakref.ref(x), value, version(x) + writes)
-        if type(x) not in _PLAIN:
-            for place, member in enumerate(_members(x)):
-                self.name(member, value.part(place))
+    def part(self, value: Value, name: Hashable) -> Value:
+        """A tensor inside another, or one made around it."""
+        found = self._parts.get((value, name))
+        if found is None:
+            found = self._parts[value, name] = Value(value, name, value)
+        return found
 
-    def _before(self, x: Tensor) -> tuple[Any, Value, int] | None:
-        """What the first run knew the same tensor as, which is still as it was."""
-        known = self.first._known.get(id(x)) if self.first is not None else None
-        if known is None or known[0]() is not x:
+    def _find(self, x: Tensor) -> Known:
+        known = self.known.get(id(x))
+        if known is not None and known[0]() is x:
+            return known
+        found = self._before(x) or self._around(x) or self._from_outside(x)
+        self.known[id(x)] = found
+        return found
+
+    def _before(self, x: Tensor) -> Known | None:
+        """What the first run knew the same tensor as; it is another value if it was written to since."""
+        known = self.first.known.get(id(x)) if self.first is not None else None
+        if self.first is None or known is None or known[0]() is not x:
             return None
-        return known if known[2] == version(x) else (known[0], known[1].part(("changed", version(x) - known[2])), version(x))
+        writes = version(x) - known[2]
+        value = self.first._came_in.get(id(x), known[1])  # before the first run wrote to it
+        return known[0], self.part(value, ("written to", writes)) if writes else value, version(x)
 
-    def _around(self, x: Tensor) -> tuple[Any, Value, int] | None:
+    def _around(self, x: Tensor) -> Known | None:
         """A wrapper that no operator made, around tensors of which some are known."""
         members = _members(x) if type(x) not in _PLAIN else ()
         if not any(self._is_known(member) for member in members):
             return None
         values = [self.value(member) for member in members]
         layout = x._layout if isinstance(x, DTensor) else None
-        return weakref.ref(x), values[0].part((type(x), layout, *values[1:])), version(x)
+        return weakref.ref(x), self.part(values[0], (type(x), layout, *values[1:])), version(x)
 
     def _is_known(self, x: Tensor) -> bool:
-        for run in (self, self.first):
-            if run is not None and run.knows(x):
-                return True
+        if self.knows(x) or (self.first is not None and self.first.knows(x)):
+            return True
         return any(self._is_known(member) for member in (_members(x) if type(x) not in _PLAIN else ()))
 
-    def _from_outside(self, x: Tensor) -> tuple[Any, Value, int]:
-        """A tensor of which nothing is known. In the second run, it stands for the first alike that is no more."""
-        facts = (tuple(x.shape), x.dtype, x.device, type(x))
-        for other, told, value in self.first._outside if self.first is not None else ():
-            if told == facts and other() is None and value not in self._claimed:
+    def _from_outside(self, x: Tensor) -> Known:
+        """A tensor of which nothing is known. In the second run it stands for the first alike that is no more."""
+        weight = _cast_from(x)
+        if weight is not None:
+            return weakref.ref(x), self.cast(weight, x.dtype), version(x)
+        told = (tuple(x.shape), x.dtype, x.device, type(x))
+        for other, facts, value in self.first._outside if self.first is not None else ():
+            if facts == told and other() is None and value not in self._claimed:
                 self._claimed.add(value)
                 return weakref.ref(x), value, version(x)
-        value = Value(OUTSIDE, len(self._outside))
-        self._outside.append((weakref.ref(x), facts, value))
+        value = self._came_in[id(x)] = Value(OUTSIDE, len(self._outside))
+        self._outside.append((weakref.ref(x), told, value))
         return weakref.ref(x), value, version(x)
+
+
+def _cast_from(x: Tensor) -> Tensor | None:
+    """The leaf of which a tensor is the same in another dtype, as autocast makes and remembers it."""
+    made = x.grad_fn
+    leaf = made.next_functions[0][0] if made is not None and made.name() == "ToCopyBackward0" else None
+    return getattr(leaf, "variable", None)
 
 
 def _constant(kind: type, x: Any) -> Hashable:
@@ -261,10 +298,15 @@ def size_of(x: Tensor) -> int:
     return x.element_size() * max(piece.numel() for piece in (x.pieces if isinstance(x, Bundle) else (x,)))
 
 
-def describe(x: Tensor) -> str:
-    """A tensor's dtype and shape, or layout.
+def facts_of_tensor(x: Tensor) -> tuple[Any, ...]:
+    """A tensor's layout, or its dtype and shape: what has to be the same in both runs."""
+    return (x._layout,) if isinstance(x, DTensor) else (x.dtype, x.shape)
 
-    >>> describe(torch.ones(2, 3))
+
+def describe(facts: tuple[Any, ...]) -> str:
+    """The same in words.
+
+    >>> describe(facts_of_tensor(torch.ones(2, 3)))
     'float32[2, 3]'
     """
-    return repr(x.layout) if isinstance(x, DTensor) else f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+    return repr(facts[0]) if len(facts) == 1 else f"{str(facts[0]).removeprefix('torch.')}{list(facts[1])}"

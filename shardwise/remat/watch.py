@@ -10,31 +10,48 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch import TorchDispatchMode, alias, schema, tree_map_only
+from .._torch import TorchDispatchMode, alias, schema, tree_map_only, untraced
 from ..comm.keep import watching
 from ..errors import RematError
 from ..save import Choice, Made, Policy
-from .states import States, devices_of, get_states, set_states
-from .values import ARGUMENT, OUTSIDE, Call, Run, describe, size_of, tensors, version
+from .states import devices_of, get_states, set_states
+from .values import ARGUMENT, OUTSIDE, Call, Run, Value, describe, facts_of_tensor, size_of, tensors, version
 
-#: How compiled regions and moves between layouts are called in policies and errors.
-REGION, MOVE = "higher_order.inductor_compiled_code", "shardwise.move"
+
+class Cell:
+    """What the backward will ask for: a value, after so many writes to it."""
+
+    __slots__ = ("__weakref__", "facts", "left", "of", "packs", "value", "version")
+
+    def __init__(self, of: Value, facts: tuple[Any, ...]) -> None:
+        self.of, self.facts = of, facts
+        self.packs, self.left = 0, 0  #: how often autograd saved it, and will still ask for it
+        self.value: Tensor | None = None
+        self.version = 0
+
+    def fill(self, x: Tensor) -> None:
+        """Give it its value."""
+        self.value, self.version, self.left = x, version(x), self.packs
+
+
 #: Kept of a call that wrote to a tensor from outside: the second run does not do so again.
 _WRITTEN = object()
 
 
-class Facts(NamedTuple):
-    """What has to be known of an operator: where it writes to, the arguments that it writes to without saying so, whether it
-    gives views, draws random numbers, gives what it is given, takes a tensor that was just made of Python numbers, sends to
-    other processes, or gives memory that is still to be written."""
+@dataclass(eq=False, slots=True)
+class Facts:
+    """What has to be known of an operator: what it writes to, also without saying so, whether it gives views, draws random
+    numbers, gives just what it is given, takes a tensor that was just made of Python numbers, sends to other processes, or
+    gives memory that is still to be written."""
 
     name: str
+    op: Any = None
     writes: tuple[int | str, ...] = ()
     hidden: tuple[int, ...] = ()
     views: bool = False
@@ -43,8 +60,12 @@ class Facts(NamedTuple):
     lifts: bool = False
     sends: bool = False
     empty: bool = False
+    #: nothing of all this
+    plain: bool = True
 
 
+#: How moves between layouts and compiled regions are called in policies and errors.
+MOVE, REGION = Facts("shardwise.move"), Facts("higher_order.inductor_compiled_code")
 #: Running statistics that are updated.
 _HIDDEN = {f"aten.{name}": (3, 4) for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")}
 _IGNORED = (
@@ -57,15 +78,19 @@ _IGNORED = (
     "aten.stride.",
     "aten.storage_offset.",
 )
+#: By the id of an operator, which is quicker to look up than by the operator.
+_facts: dict[int, Facts] = {}
 
 
-@cache
 def facts_of(op: Any) -> Facts:
     """What an operator's schema says."""
-    if not hasattr(op, "_schema"):
-        return Facts(f"higher_order.{op.name()}")
+    found = _facts[id(op)] = _read(op) if hasattr(op, "_schema") else Facts(f"higher_order.{op.name()}", op)
+    return found
+
+
+def _read(op: Any) -> Facts:
     name, told = str(op), schema(op)
-    writes = [
+    writes: list[int | str] = [
         argument.name if argument.kwarg_only else place
         for place, argument in enumerate(told.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
@@ -73,8 +98,9 @@ def facts_of(op: Any) -> Facts:
     sends = name.startswith("c10d.")
     if sends:  # these write to all their tensors, and do not say so
         writes = [place for place, argument in enumerate(told.arguments) if "Tensor" in str(argument.type)]
-    return Facts(
+    facts = Facts(
         name,
+        op,
         tuple(writes),
         _HIDDEN.get(name.rpartition(".")[0], ()),
         views=not writes and any(result.alias_info is not None for result in told.returns),
@@ -84,6 +110,11 @@ def facts_of(op: Any) -> Facts:
         sends=sends,
         empty=name.startswith(("aten.empty", "aten.new_empty")),
     )
+    facts.plain = not any(getattr(facts, field.name) for field in fields(facts)[2:-1])
+    return facts
+
+
+_CAST = facts_of(torch.ops.aten._to_copy.default)
 
 
 class Watch(TorchDispatchMode):
@@ -95,6 +126,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.run = run
         self._quiet = False
+        self._draws = 0
         self._current: Call | None = None
         self._stack = contextlib.ExitStack()
 
@@ -102,6 +134,10 @@ class Watch(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Compiled functions run as such where this watches; torch asks."""
         return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it does, in a quicker way than torch's
 
     def __enter__(self) -> Any:
         self._stack.enter_context(watching(weakref.proxy(self)))
@@ -111,25 +147,33 @@ class Watch(TorchDispatchMode):
         super().__exit__(*error)
         self._stack.close()
 
+    @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._quiet:
             return func(*args, **kwargs)
-        facts = facts_of(func)
+        facts = _facts.get(id(func)) or facts_of(func)
         if facts.ignored:
             out = func(*args, **kwargs)
             if isinstance(out, Tensor):
                 self.run.rename(out, args[0])
             return out
-        call = self.run.call(self.run.key(func, (_content(args[0]),) if facts.lifts else args, kwargs), facts.name)
+        key = self.run.key(facts, (_content(args[0]),) if facts.lifts else args, kwargs)
+        if facts.random:
+            self._draws += 1
+            key = (self._draws, key)  # what it gives depends on what was drawn before
+        call = self.run.call(key, facts.name, self.run.region)
         outer, self._current = self._current, call
         try:
-            out = self.operate(call, facts, func, args, kwargs)
+            out = self.operate(call, facts, args, kwargs)
         finally:
             self._current = outer
-        self._name(call, facts, out, args, kwargs)
+        if facts.plain and type(out) is Tensor and facts is not _CAST:
+            self._give(out, call.results[0])
+        else:
+            self._name(call, facts, out, args, kwargs)
         if self.run.strange and call is self.run.strange[-1]:
-            call.told = ", ".join(map(describe, tensors(out))) or repr(out)
+            call.told = ", ".join(describe(facts_of_tensor(x)) for x in tensors(out)) or repr(out)
         return out
 
     def communicate(self, operator: str, key: Hashable, x: Tensor, run: Callable[[], Tensor]) -> Tensor:
@@ -137,59 +181,74 @@ class Watch(TorchDispatchMode):
         if self._quiet:
             return run()
         what = self.run.value(x) if self._current is None else self._current
-        call = self.run.call((MOVE, what, key), MOVE)
-        with self._unseen():
-            out: Tensor = self.whole(call, run)
-        self.run.name(out, call.result(0))
+        call = self.run.call((MOVE, what, key), MOVE.name, self.run.region)
+        with self.unseen():
+            out: Tensor = self.whole(call, MOVE, run)
+        self._give(out, call.results[0])
         return out
 
     def region(self, region: Any, name: str, inputs: Sequence[Any], writes: Sequence[int], run: Callable[[], Any]) -> Any:
         """What comes of a compiled region."""
         if self._quiet:
             return run()
-        call = self.run.call((REGION, id(region), self.run.key("", inputs)), REGION, f"{self.run.region}/{name}")
+        call = self.run.call((id(region), self.run.key(REGION, inputs)), REGION.name, f"{self.run.region}/{name}")
         written = [inputs[place] for place in writes]
         self._writes_outside(call, written)
-        with self._unseen():
-            out = self.whole(call, run)
+        with self.unseen():
+            out = self.whole(call, REGION, run)
         self._name_written(call, written)
         for place, x in enumerate(tensors(out), len(written)):
             if not self.run.knows(x):
-                self.run.name(x, call.result(place))
+                self._give(x, call.result(place))
         return out
 
     @contextlib.contextmanager
-    def _unseen(self) -> Iterator[None]:
-        self._quiet = True
+    def unseen(self) -> Iterator[None]:
+        """In the block, nothing is watched."""
+        before, self._quiet = self._quiet, True
         try:
             yield
         finally:
-            self._quiet = False
+            self._quiet = before
 
-    def operate(self, call: Call, facts: Facts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def operate(self, call: Call, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
         """What comes of an operator."""
         raise NotImplementedError(f"{type(self).__name__} watches nothing")
 
-    def whole(self, call: Call, run: Callable[[], Any]) -> Any:
+    def whole(self, call: Call, facts: Facts, run: Callable[[], Any]) -> Any:
         """What comes of a move or a region."""
         raise NotImplementedError(f"{type(self).__name__} watches nothing")
 
     # ── which values tensors are ──────────────────────────────────────────────────────────────────────────────────────
 
+    def _give(self, x: Tensor, value: Value) -> None:
+        self.run.name(x, value)
+
     def _name(self, call: Call, facts: Facts, out: Any, args: Any, kwargs: dict[str, Any]) -> None:
         written = written_by(facts, args, kwargs) if facts.writes else ()
         self._name_written(call, written)
+        if written and out is written[0]:
+            return
+        if facts is _CAST and self.run.value(args[0]).of in (ARGUMENT, OUTSIDE):
+            return self._give_cast(call, out, self.run.cast(args[0], out.dtype))
         root = self.run.value(args[0]).root if facts.views and args and isinstance(args[0], Tensor) else None
         for place, x in enumerate(tensors(out), len(written)):
             if not any(x is other for other in written):
                 value = call.result(place)
-                value.root = root or value
-                self.run.name(x, value)
+                value.lie_in(root)
+                self._give(x, value)
+
+    def _give_cast(self, call: Call, x: Tensor, value: Value) -> None:
+        """A weight in another dtype is one value, whether autocast has it from before the block or makes it here."""
+        if self.run.strange and self.run.strange[-1] is call:
+            self.run.strange.pop()
+        self._give(x, value)
 
     def _name_written(self, call: Call, written: Sequence[Tensor]) -> None:
         for place, x in enumerate(written):
             value = call.result(place)
-            value.root = self.run.value(x).root
+            value.lie_in(self.run.value(x).root)
+            value.written = True
             self.run.name(x, value, writes=1)
 
     def _writes_outside(self, call: Call, written: Sequence[Tensor]) -> bool:
@@ -198,14 +257,16 @@ class Watch(TorchDispatchMode):
         for x in outside:
             if x.is_floating_point() or x.is_complex():
                 raise RematError(
-                    f"{call}: it writes to {self.run.value(x).root}, {describe(x)}. The backward computes the block a second "
-                    "time, from that tensor as it is then; use an operator that does not write to it"
+                    f"{call}: it writes to {self.run.value(x).root}, {describe(facts_of_tensor(x))}. The backward computes the "
+                    "block a second time, from that tensor as it is then; use an operator that does not write to it"
                 )
         return bool(outside)
 
 
 def written_by(facts: Facts, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operator writes to."""
+    if facts.writes == (0,) and isinstance(args[0], Tensor):
+        return [args[0]]
     found = [kwargs.get(at) if isinstance(at, str) else args[at] if at < len(args) else None for at in facts.writes]
     return [x for item in found for x in tensors(item)]
 
@@ -225,49 +286,51 @@ class Record(Watch):
     def __init__(self, run: Run, policy: Policy) -> None:
         super().__init__(run)
         self._policy = policy
-        self._choices: dict[str, Choice] = {}
+        self._choices: dict[Facts, Choice] = {}
 
-    def operate(self, call: Call, facts: Facts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def operate(self, call: Call, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run the operator, and keep what it gives if the policy says so."""
+        if not facts.plain:
+            return self._operate(call, facts, args, kwargs)
+        out = facts.op(*args, **kwargs)
+        choice = self._choices.get(facts) or self._choose(call, facts, out, args)
+        if type(out) is not Tensor and not any(True for _ in tensors(out)):
+            call.kept = None if out is None else (out,)  # a number that the program may decide on
+        elif choice.saves:
+            _keep(call, out)
+        return out
+
+    def _operate(self, call: Call, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
         written = written_by(facts, args, kwargs) if facts.writes else []
         outside = self._writes_outside(call, written) if written else False
         for x in written:
             _copy_kept(self.run.value(x).root.of)
-        states = _states(args, kwargs) if facts.random else None
-        out = func(*args, **kwargs)
-        if states is not None:
-            call.state = (states, None)
+        if facts.random and kwargs.get("generator") is not None:
+            call.before = get_states([], kwargs["generator"])
+        out = facts.op(*args, **kwargs)
         if outside:
             call.kept = _WRITTEN
         elif facts.sends:
-            _keep_sent(call, self._choose(call, facts, out, func, args), out, written)
-        elif not any(True for _ in tensors(out)):
-            call.kept = None if out is None else (out,)  # a number that the program may decide on
-        elif not (written or facts.views or facts.empty) and self._choose(call, facts, out, func, args).saves:
+            _keep_sent(call, self._choose(call, facts, out, args), out, written)
+        elif not (written or facts.views or facts.empty) and self._choose(call, facts, out, args).saves:
             _keep(call, out)
-            call.state = states and (states, _states(args, kwargs))
+            call.after = get_states(devices_of(tensors(args)), kwargs.get("generator")) if facts.random else None
         return out
 
-    def whole(self, call: Call, run: Callable[[], Any]) -> Any:
+    def whole(self, call: Call, facts: Facts, run: Callable[[], Any]) -> Any:
         """Run a move or a region, and keep what it gives if the policy says so."""
         out = run()
-        if self._choose(call, Facts(call.operator), out).saves:
+        if self._choose(call, facts, out, ()).saves:
             _keep(call, out)
         return out
 
-    def _choose(self, call: Call, facts: Facts, out: Any, op: Any = None, args: Sequence[Any] = ()) -> Choice:
-        choice = self._choices.get(facts.name)
-        if choice is not None:
-            return choice
-        size = 0 if self._policy.by_operator else sum(map(size_of, tensors(out)))
-        choice = self._policy.choose(Made(facts.name, call.region, call.number, size, facts.random), op, args)
-        if self._policy.by_operator:
-            self._choices[facts.name] = choice
+    def _choose(self, call: Call, facts: Facts, out: Any, args: Sequence[Any]) -> Choice:
+        policy = self._policy
+        size = 0 if policy.by_operator else sum(map(size_of, tensors(out)))
+        choice = policy.choose(Made(facts.name, call.region, call.number, size, facts.random), facts.op, args)
+        if policy.by_operator:
+            self._choices[facts] = choice
         return choice
-
-
-def _states(args: Any, kwargs: dict[str, Any]) -> States:
-    return get_states(devices_of(tensors(args)), kwargs.get("generator"))
 
 
 def _keep(call: Call, out: Any) -> None:
@@ -294,29 +357,59 @@ def _keep_sent(call: Call, choice: Choice, out: Any, written: Sequence[Tensor]) 
 # ── the second run ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Replay(Watch):
-    """Watches the second run, and gives what the first kept."""
+class Done(BaseException):
+    """Everything that the backward waits for is there."""
 
-    def operate(self, call: Call, facts: Facts, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+
+class Replay(Watch):
+    """Watches the second run, gives what the first kept, and fills the cells of values as they are made."""
+
+    def __init__(self, run: Run, wanted: dict[tuple[Value, int], Cell]) -> None:
+        super().__init__(run)
+        self.wanted = wanted
+
+    def _give(self, x: Tensor, value: Value) -> None:
+        self.run.name(x, value)
+        if value.cells:
+            self.fill(value, 0, x)
+
+    def fill(self, value: Value, writes: int, x: Tensor) -> None:
+        """Give a value, after so many writes to it, to the cell that waits for it; that may have been all."""
+        cell = self.wanted.pop((value, writes), None)
+        if cell is None:
+            return
+        facts = facts_of_tensor(x)
+        if facts != cell.facts:
+            raise RematError(
+                f"{value}: it was {describe(cell.facts)} in the forward, and is {describe(facts)} in the recomputation"
+            )
+        cell.fill(alias(x))
+        if not self.wanted:
+            raise Done("nothing more is needed")
+
+    def operate(self, call: Call, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
         """What was kept of the operator, or what it gives now."""
+        if call.kept is not None:
+            return self._kept(call, facts, args, kwargs)
+        if call.before is not None:
+            set_states(call.before)
+        if facts.hidden:
+            args = [x.clone() if at in facts.hidden and x is not None else x for at, x in enumerate(args)]
+        return facts.op(*args, **kwargs)
+
+    def _kept(self, call: Call, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
         if call.kept is _WRITTEN:
             written = written_by(facts, args, kwargs)
-            return None if not schema(func).returns else written[0] if len(written) == 1 else written
-        if call.kept is not None and facts.sends:
+            return None if not schema(facts.op).returns else written[0] if len(written) == 1 else written
+        if facts.sends:
             for x, sent in zip(written_by(facts, args, kwargs), call.kept[1], strict=True):
                 x.copy_(sent)
             return call.kept[0]
-        if call.kept is not None:
-            if call.state is not None:
-                set_states(call.state[1])
-            return given_back(call)
-        if call.state is not None:
-            set_states(call.state[0])
-        if facts.hidden:
-            args = [x.clone() if at in facts.hidden and x is not None else x for at, x in enumerate(args)]
-        return func(*args, **kwargs)
+        if call.after is not None:
+            set_states(call.after)
+        return given_back(call)
 
-    def whole(self, call: Call, run: Callable[[], Any]) -> Any:
+    def whole(self, call: Call, facts: Facts, run: Callable[[], Any]) -> Any:
         """What was kept of a move or a region, or what it gives now."""
         return run() if call.kept is None else given_back(call)
 
@@ -326,8 +419,9 @@ def given_back(call: Call) -> Any:
     (kept,) = call.kept
     for x, known in zip(tensors(kept), call.versions, strict=False):
         if version(x) != known:
+            told = describe(facts_of_tensor(x))
             raise RematError(
-                f"{call}: its result {describe(x)} was kept for the backward, and written to afterwards; use an operator that "
-                "does not write to it, or a policy that does not keep it"
+                f"{call}: its result {told} was kept for the backward, and written to afterwards; use an operator that does "
+                "not write to it, or a policy that does not keep it"
             )
     return tree_map_only(Tensor, alias, kept)

@@ -78,7 +78,7 @@ def _on_some(op: Any, where: Sequence[At], results: Sequence[At], *args: Any) ->
         return op(*args)
     filled = [at_least_one(x, at % x.ndim) if row else x for x, at, row in zip(args, where, rows, strict=False)]
     outs = zip(op(*filled), results, strict=True)
-    return tuple(x.narrow(at, 0, 0) if isinstance(at, int) and x is not None else x for x, at in outs)
+    return tuple(x.narrow(at, 0, 0) if isinstance(at, int) and x is not None and x.ndim >= -at else x for x, at in outs)
 
 
 _ROWS = -2

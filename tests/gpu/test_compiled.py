@@ -45,6 +45,7 @@ def losses(mesh: Mesh, how: str) -> list[float]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("how", ["captured", "compiled"])
 def test_training(mesh: Mesh, how: str) -> None:
     torch._dynamo.reset()

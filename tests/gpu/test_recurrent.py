@@ -33,6 +33,7 @@ def flat(value: Any) -> list[Tensor]:
     return [x for item in value for x in flat(item)] if isinstance(value, tuple) else [value]
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_are_those_of_one_device(name: str) -> None:
     make, shape, batch = MODULES[name]
