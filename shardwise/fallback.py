@@ -100,14 +100,12 @@ def gather(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     mesh = tools.mesh(*args, *kwargs.values())
     note_fallback(facts.name)
     check(facts.name, 1, lambda: "it has no rule, so its inputs are gathered")
-    whole: dict[int, Any] = {}
 
     def gathered(value: Any) -> Any:
         if isinstance(value, Tensor):
             local = tools.local(tools.replicated(value, mesh, facts.name))
             if value.is_contiguous() != local.is_contiguous():
                 local = tools.each(_contiguous if value.is_contiguous() else _apart, mesh, local)
-            whole[id(value)] = local
             return local
         return [gathered(item) for item in value] if isinstance(value, list | tuple) else value
 

@@ -149,6 +149,9 @@ class _Family(Policy):
     def __repr__(self) -> str:
         return f"save.{self.name}"
 
+    def __reduce__(self) -> str:
+        return self.name  # a pickle says its name only
+
 
 class _Operators(Policy):
     __slots__ = ("names",)

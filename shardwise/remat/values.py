@@ -270,6 +270,8 @@ def _cast_from(x: Tensor) -> Tensor | None:
 
 
 def _constant(kind: type, x: Any) -> Hashable:
+    if kind is torch.ScriptObject:  # such as a process group: every call sees a new one of the same
+        return kind
     try:
         hash(x)
     except TypeError:

@@ -1,9 +1,10 @@
-"""Rematerialisation: the gradients of the model as it is, whatever is kept; and an error where a block is not the same twice."""
+"""Rematerialisation: the gradients of the model itself, whatever is kept, and an error where a block is not the same twice."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import random
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_modules_by_name() -> None:
     assert saved_in(lambda: model(x)) < seen
     twin = copy.deepcopy(model)
     assert same(gradients(twin, x, twin), want)
-    with pytest.raises(RematError, match="no module of Sequential is called 'blocks.*'; its modules are 0, 0.norm1"):
+    with pytest.raises(RematError, match=r"no module of Sequential is called 'blocks.*'; its modules are 0, 0.norm1"):
         sw.remat_module(model, "blocks.*")
 
 
@@ -172,7 +173,7 @@ def test_policies_by_size_region_and_function() -> None:
     ]
     with pytest.raises(RematError, match=r"gives 'keep' for aten.mm.default; it has to give 'save', 'recompute'"):
         remat(function, torch.ones(3, 4), save=save.by(lambda op, args, made: "keep"))
-    with pytest.raises(RematError, match="'matmuls' is no policy: give one of `sw.save`"):
+    with pytest.raises(RematError, match=r"'matmuls' is no policy: give one of `sw.save`"):
         remat(function, torch.ones(3, 4), save="matmuls")  # type: ignore[arg-type]
 
 
@@ -570,8 +571,8 @@ def test_the_error_names_both_sides() -> None:
         "test_the_error_names_both_sides.<locals>.function is not the same the second time: the backward needs result 0 of "
         "aten.slice.Tensor, call 1 of it in test_the_error_names_both_sides.<locals>.function, float32[4, 3], which the "
         "recomputation did not make; the same call that the forward made otherwise is aten.slice.Tensor, call 1 of it in "
-        "test_the_error_names_both_sides.<locals>.function, which gave float32[4, 2]. A block has to do the same whenever it runs "
-        "on the same values"
+        "test_the_error_names_both_sides.<locals>.function, which gave float32[4, 2]. A block has to do the same whenever it "
+        "runs on the same values"
     )
 
 
@@ -637,11 +638,12 @@ def test_policies_are_values() -> None:
     assert repr(save.matmuls | save.collectives & ~(save.random | save.custom)) == (
         "save.matmuls | (save.collectives & ~(save.random | save.custom))"
     )
+    assert [pickle.loads(pickle.dumps(policy)) for policy in POLICIES.values()] == list(POLICIES.values())
     assert save.by(products) == save.by(products) != save.by(lambda op, args, made: "save")
     assert repr(save.by(products)).startswith("save.by(products #")
     one, other = (save.by(lambda op, args, made, limit=limit: "save") for limit in (1, 2))
     assert one != other
-    with pytest.raises(RematError, match="3 is no policy: combine those of `sw.save`"):
+    with pytest.raises(RematError, match=r"3 is no policy: combine those of `sw.save`"):
         save.matmuls | 3  # type: ignore[operator]
     with pytest.raises(RematError, match="3 is no operator"):
         save.operators(3)
