@@ -173,6 +173,7 @@ def make_step(model: GPT, run: Run, name: str, options: argparse.Namespace) -> S
     loss_fn = torch.compile(own_code(loss_of, name), fullgraph=True) if options.compiled else loss_of
 
     def step() -> list[Tensor]:
+        model.zero_grad()  # a step that failed half-way has left some
         loss_fn(tokens, targets).backward()
         gradients = [parameter.grad for parameter in model.parameters()]
         model.zero_grad()
