@@ -3,7 +3,8 @@
 A probability is given as an odd multiple of 1024, in units of 2^-63. Those of one octave (from a power of two to the next) fall
 into 64 segments, on each of which a parabola stands for the curve: segments get finer towards zero as the curve gets steeper.
 Which segment, and how far from its upper end, are integers; after that come two products and two sums, each rounded by itself
-and in this order, so no device can do that otherwise. Results are off by less than 2^-23, above 1 in proportion to them.
+and in this order, so no device can do that otherwise. Results are off by 1.3·10^-7 at most (doubles by
+5·10^-8; measured at 20 million probabilities), above 1 in proportion to them.
 
 >>> half = torch.tensor([2**62 + 1024])
 >>> f"{evaluate(exponential, half, torch.float64).item():.6f}"  # minus its logarithm
@@ -25,6 +26,7 @@ from torch import Tensor
 SPLIT, DEGREE = 6, 2
 #: Probabilities lie in the octaves of 2^10 to 2^62; doubles tell the octave by their exponent, which starts at 1023.
 LEAST, MOST = 10, 62
+SEGMENTS = (MOST - LEAST + 1) << SPLIT
 #: Bits of a double behind those that tell the segment, and what those say of the least likely segment.
 REST, FIRST_SEGMENT = 52 - SPLIT, (1023 + LEAST) << SPLIT
 #: How many of them tell how far it is from the upper end of a segment: as many as a float takes without rounding.

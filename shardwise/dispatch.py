@@ -1,6 +1,7 @@
 """What happens to one operator: key → decision → moves → local call → wrapped results. No operator is named here.
 
-On a known call the path is one tuple, one look-up, the local operator and one wrapper. All else is in `_general`.
+On a known call the path is one tuple, one look-up, and a program, or the local operator and one wrapper. All else is in
+`_general`.
 `cls` is the tensor subclass; its instances carry `_local` and `_layout`.
 """
 
@@ -96,7 +97,10 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     except TypeError:  # a size is a symbol of a trace
         known = None
     if known is None or known.makers is None:
-        return _general(cls, func, args, kwargs or {})
+        if known is None or known.decision.program is None:
+            return _general(cls, func, args, kwargs or {})
+        _decisions.hits += 1
+        return known.decision.program(known.tools, func, *args, **(kwargs or {}))
     _decisions.hits += 1
     for position, value in known.edits:
         values[position] = value
@@ -129,12 +133,12 @@ class Known:
     argument is written to and given back; None: `_run` has to. `maker` and `layout` are those of a single result.
     """
 
-    __slots__ = ("call", "decision", "edits", "layout", "maker", "makers", "mesh", "per_rank", "severs", "signature")
+    __slots__ = ("call", "decision", "edits", "layout", "maker", "makers", "mesh", "per_rank", "severs", "signature", "tools")
 
     def __init__(self, cls: Any, decision: Decision, func: Any, mesh: Mesh, positional: int) -> None:
         facts = signature(func)
         self.decision, self.signature, self.mesh = decision, facts, mesh
-        self.call = decision.call or raw_call(func)
+        self.call, self.tools = decision.call or raw_call(func), Tools(cls, facts.name)
         row = find(func)
         self.severs = facts.view and (bool(decision.moves) or (row is not None and row.copies))
         self.edits = tuple((facts.names.index(name), value) for name, value in decision.edits.items())
@@ -264,7 +268,7 @@ def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: Argum
     if facts.written:
         _check_writes(cls, facts, args, kwargs)
     if decision.program is not None:
-        return decision.program(Tools(cls, known.signature.name), func, *args, **kwargs)
+        return decision.program(known.tools, func, *args, **kwargs)
     if decision.copy_back:
         return functional(Tools(cls), func, *args, **kwargs)
     if decision.moves:

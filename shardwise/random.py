@@ -17,10 +17,12 @@ True
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib
 import math
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,14 +32,15 @@ from torch import Generator, Tensor
 from ._torch import in_order, is_decomposing
 from .counter import Draw, Spans, bits, fill, index, recipe, values
 from .errors import OperatorError
-from .layout import Factor, Layout, contiguous_stride, dense_stride, whole
+from .layout import Factor, Layout, PerRank, contiguous_stride, dense_stride, whole
 
-#: Where the state of a CPU generator holds a cached float, and whether it does; the last fields of 5,056 bytes.
-SIZE, VALUE, VALID = 5056, slice(5048, 5052), 5052
+#: How many bytes the state of a CPU generator has, and where among them `_Count` is.
+SIZE, PLACE = 5056, 5048
 #: Counts stay finite as floats, so that no copy of the field can change them.
 MOST = 0x7F7FFFFF
 
 Key = tuple[Any, Any]
+_KEYS = struct.Struct(">qq")
 
 
 class State(NamedTuple):
@@ -47,26 +50,28 @@ class State(NamedTuple):
     calls: int
 
 
-def _torch_state() -> Tensor:
-    state = torch.get_rng_state()
+class _Count(ctypes.Structure):
+    """The field of a generator's state for a cached float, and whether there is one."""
+
+    _fields_ = (("value", ctypes.c_int32), ("valid", ctypes.c_bool))
+
+
+def _state() -> tuple[Tensor, _Count]:
+    """A copy of the generator's state, and its count: in its memory, since operators on ten bytes take ten times as long."""
+    state = torch.default_generator.get_state()
     if state.numel() != SIZE:
         raise OperatorError(
             f"the state of this torch's CPU generator has {state.numel()} bytes, not {SIZE}; torch {torch.__version__} is "
             "not supported, use 2.11 to 2.13"
         )
-    return state
+    return state, _Count.from_address(state.data_ptr() + PLACE)
 
 
-def _count(state: Tensor) -> int:
-    return int(state[VALUE].view(torch.int32)) if state[VALID] else 0
-
-
-def _set_count(state: Tensor, count: int) -> None:
+def _set_count(state: Tensor, field: _Count, count: int) -> None:
     if count > MOST:
         raise OperatorError(f"more than {MOST} random calls since torch.manual_seed; seed it again")
-    state[VALUE].view(torch.int32).fill_(count)
-    state[VALID] = 1
-    torch.set_rng_state(state)
+    field.value, field.valid = count, True
+    torch.default_generator.set_state(state)
 
 
 def get_rng_state() -> State:
@@ -75,7 +80,8 @@ def get_rng_state() -> State:
     >>> _ = torch.manual_seed(3); get_rng_state()
     State(seed=3, calls=0)
     """
-    return State(torch.initial_seed(), _count(_torch_state()))
+    _held, field = _state()
+    return State(torch.initial_seed(), field.value if field.valid else 0)
 
 
 def set_rng_state(state: State) -> None:
@@ -88,7 +94,7 @@ def set_rng_state(state: State) -> None:
     seed, count = state
     if seed != torch.initial_seed():
         torch.manual_seed(seed)
-    _set_count(_torch_state(), count)
+    _set_count(*_state(), count)
 
 
 def next_key(generator: Generator | None = None) -> tuple[int, int]:
@@ -96,11 +102,12 @@ def next_key(generator: Generator | None = None) -> tuple[int, int]:
     if generator is not None:
         drawn = torch.empty(2, dtype=torch.int64, device=generator.device).random_(generator=generator)
         return tuple(drawn.tolist())
-    state = _torch_state()
-    count = _count(state)
-    _set_count(state, count + 1)
+    state, field = _state()
+    count = field.value if field.valid else 0
+    _set_count(state, field, count + 1)
     digest = hashlib.blake2b(f"{torch.initial_seed()}:{count}".encode(), digest_size=16).digest()
-    return int.from_bytes(digest[:8], "big", signed=True), int.from_bytes(digest[8:], "big", signed=True)
+    first, second = _KEYS.unpack(digest)
+    return first, second
 
 
 # ── where a piece lies ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -147,6 +154,12 @@ def spans(layout: Layout, place: int) -> Spans:
     several = [(side, layout.shard(side.factor, place)) for side in sides(layout)]
     facts = [(side.start(shard), side.length(shard), side.stride) for side, shard in several]
     return Spans(*zip(*facts, strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def box(layout: Layout) -> PerRank:
+    """The same for every rank."""
+    return PerRank(functools.partial(spans, layout))
 
 
 # ── one rank's piece ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .comm import door
+from .comm.keep import watched
 from .errors import LayoutError
 from .layout import Factor, Layout, Placements, make_layout
 from .memo import memo
@@ -53,7 +54,8 @@ def assumed_layout(local: Any, dtype: torch.dtype, mesh: Any, placements: Any, s
 
 def checked_layout(local: Tensor, mesh: Mesh, placements: Any, shape: Any, stride: Any) -> Layout:
     """The layout that fits the pieces of all ranks, from their shapes; a rank outside the mesh is not told them."""
-    shapes = door(mesh, "from_local").shapes(local, mesh)
+    world = door(mesh, "from_local")
+    shapes = watched("from_local", ("shapes", mesh), local, lambda: world.shapes(local, mesh))
     layout = told = _told_layout(local.dtype, mesh, placements, shape, stride)
     if shapes and not isinstance(placements, Layout):
         probe = make_layout(shapes[0], mesh, _unsized(mesh, placements), local.dtype)

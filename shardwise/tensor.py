@@ -6,6 +6,7 @@ import functools
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import SymInt, Tensor
 
 from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, base_of, is_batched, no_torch_function
 from .comm import door
+from .comm.keep import watched
 from .comm.trace import current
 from .dispatch import dispatch
 from .errors import OperatorError
@@ -509,7 +511,7 @@ def distribute(tensor: Tensor, on: Mesh, placements: Any, src_data_rank: int | N
     world = door(on, "distribute_tensor")
     local = world.each(_own, on, world.replicate(tensor.detach(), on))
     if src_data_rank is not None:
-        local = world.broadcast(local, on)
+        local = watched("distribute_tensor", ("broadcast", on), local, partial(world.broadcast, local, on))
     found: DTensor = wrap(DTensor, move(local, layout.replicated(), layout), layout)
     return found.requires_grad_(tensor.requires_grad)
 

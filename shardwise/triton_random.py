@@ -10,31 +10,33 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .counter import FIRST, SECOND, STEP, Recipe, Spans
-from .curves import DEGREE, FIRST_SEGMENT, NEAR, REST, exponential, normal, table
+from .curves import DEGREE, FIRST_SEGMENT, NEAR, REST, SEGMENTS, exponential, normal, table
 
 #: Where Triton is not, this module can be read, but not used.
 AVAILABLE = importlib.util.find_spec("triton") is not None
 triton: Any = importlib.import_module("triton") if AVAILABLE else None
 tl: Any = importlib.import_module("triton.language") if AVAILABLE else None
-_constant: Any = tl.constexpr if AVAILABLE else int
+_constant: Any = tl.constexpr if AVAILABLE else tuple
 _jit: Any = triton.jit if AVAILABLE else lambda function=None, **words: function or _jit
 
 _SOURCES = {"uniform": 0, "signed": 1, "below": 2, "normal": 3, "exponential": 4}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.bool)
-#: Elements of a block: one for each thread, since Triton moves those of a thread with several through shared memory where a
-#: value is used twice. And blocks of a program, and sides of a box, at most.
-_BLOCK, _TURNS, _SIDES = 128, 8, 3
+#: Elements of a block, and blocks of a program, at most, as measured on an H200. What is looked up on a curve has one element
+#: for each of 128 threads: Triton moves those of a thread with several through shared memory where a value is used twice.
+_CURVED, _STRAIGHT = (128, 16), (512, 4)
+#: Sides of a box, at most.
+_SIDES = 3
 
-_STEP, _FIRST, _SECOND = (_constant(word % 2**64) for word in (STEP, FIRST, SECOND))
-_DEGREE, _REST, _FIRST_SEGMENT = _constant(DEGREE), _constant(REST), _constant(FIRST_SEGMENT)
-_NEAR, _BELOW = _constant(NEAR[torch.float32]), _constant(-(2 ** NEAR[torch.float32]))
+#: Multipliers; and of curves: degree, rest, first segment, segments, near, below. Few names: each is compared at every launch.
+_MIX = _constant(tuple(word % 2**64 for word in (STEP, FIRST, SECOND)))
+_CURVES = _constant((DEGREE, REST, FIRST_SEGMENT, SEGMENTS, NEAR[torch.float32], -(2 ** NEAR[torch.float32])))
 
 
 @_jit
@@ -47,27 +49,33 @@ def _word(x):
 
 @_jit
 def _bits(index, key, other):
-    z = (index ^ key).to(tl.uint64, bitcast=True) * _STEP
-    z = (z ^ (z >> 32)) * _FIRST
-    z = (z ^ (z >> 32) ^ other.to(tl.uint64, bitcast=True)) * _SECOND
-    z = (z ^ (z >> 32)) * _FIRST
+    z = (index ^ key).to(tl.uint64, bitcast=True) * _MIX[0]
+    z = (z ^ (z >> 32) ^ other.to(tl.uint64, bitcast=True)) * _MIX[1]
+    z = (z ^ (z >> 32)) * _MIX[2]
+    z = (z ^ (z >> 32)) * _MIX[1]
     return z ^ (z >> 32)
 
 
 @_jit
-def _curve(z, curve, SEGMENTS: tl.constexpr):
+def _curve(z, curve):
     """`curves.evaluate`."""
+    DEGREE: tl.constexpr = _CURVES[0]
+    REST: tl.constexpr = _CURVES[1]
+    FIRST: tl.constexpr = _CURVES[2]
+    SEGMENTS: tl.constexpr = _CURVES[3]
+    NEAR: tl.constexpr = _CURVES[4]
+    BELOW: tl.constexpr = _CURVES[5]
     told = ((z & 0x7FFFFFFFFFFFFC00) | 1024).to(tl.int64, bitcast=True).to(tl.float64).to(tl.uint64, bitcast=True)
-    place = curve + ((told >> _REST).to(tl.int32) - _FIRST_SEGMENT)
-    distance = ((told >> (_REST - _NEAR)).to(tl.int32) | _BELOW).to(tl.float32)
+    place = curve + ((told >> REST).to(tl.int32) - FIRST)
+    distance = ((told >> (REST - NEAR)).to(tl.int32) | BELOW).to(tl.float32)
     value = tl.load(place)
-    for degree in tl.static_range(1, _DEGREE + 1):
+    for degree in tl.static_range(1, DEGREE + 1):
         value = value * distance + tl.load(place + degree * SEGMENTS)
     return value
 
 
 @_jit
-def _number(z, limit, curve, SOURCE: tl.constexpr, DROPPED: tl.constexpr, SEGMENTS: tl.constexpr):
+def _number(z, limit, curve, SOURCE: tl.constexpr, DROPPED: tl.constexpr):
     """The number of a source as a float, or a truth value."""
     if SOURCE == 0:
         found = (((z >> 32).to(tl.int32) >> (DROPPED - 32)) & ((1 << (64 - DROPPED)) - 1)).to(tl.float32)
@@ -76,10 +84,10 @@ def _number(z, limit, curve, SOURCE: tl.constexpr, DROPPED: tl.constexpr, SEGMEN
     elif SOURCE == 2:
         found = (z >> 11).to(tl.int64, bitcast=True) < limit.to(tl.int64)
     elif SOURCE == 3:
-        found = _curve(z, curve, SEGMENTS).to(tl.uint32, bitcast=True) | ((z >> 32).to(tl.uint32) & 0x80000000)
+        found = _curve(z, curve).to(tl.uint32, bitcast=True) | ((z >> 32).to(tl.uint32) & 0x80000000)
         found = found.to(tl.float32, bitcast=True)
     else:
-        found = _curve(z, curve, SEGMENTS)
+        found = _curve(z, curve)
     return found
 
 
@@ -91,17 +99,17 @@ def _kernel(  # noqa: PLR0913  a kernel takes numbers one by one
     curve,
     key,
     other,
+    start,
+    start_1,
+    start_2,
     limit,
     scale,
     shift,
     most,
-    start,
     length,
-    stride,
-    start_1,
     length_1,
+    stride,
     stride_1,
-    start_2,
     stride_2,
     SOURCE: tl.constexpr,
     DROPPED: tl.constexpr,
@@ -110,7 +118,6 @@ def _kernel(  # noqa: PLR0913  a kernel takes numbers one by one
     SHIFTED: tl.constexpr,
     BOUNDED: tl.constexpr,
     DROPS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
     TURNS: tl.constexpr,
 ):
@@ -131,7 +138,7 @@ def _kernel(  # noqa: PLR0913  a kernel takes numbers one by one
     for turn in tl.static_range(TURNS):
         mask = lane + turn * BLOCK < left
         z = _bits(base + (step + turn * BLOCK) * stride, key.to(tl.int64), other.to(tl.int64))
-        value = _number(z, limit, curve, SOURCE, DROPPED, SEGMENTS)
+        value = _number(z, limit, curve, SOURCE, DROPPED)
         if SCALED:
             value = value * scale
         if SHIFTED:
@@ -167,29 +174,43 @@ def drop(x: Tensor, kept: Tensor, scale: float, made: Recipe, box: Spans, key: t
 def _launch(out: Tensor, x: Tensor | None, dropped: Tensor, made: Recipe, scale: Any, box: Spans, key: Any) -> None:  # noqa: PLR0913
     if not out.numel():
         return
-    length, rows = box.lengths[-1], math.prod(box.lengths[:-1])
-    turns = min(triton.next_power_of_2(triton.cdiv(length, _BLOCK)), _TURNS)
-    curve = _table(made.source, out.device)
-    spare = _SIDES - len(box.starts)
-    starts, lengths, strides = ([*reversed(side), *[1] * spare] for side in box)
+    programs, numbers, constants = _facts(made, scale, box.lengths, box.strides, x is not None)
+    curve, starts = _table(made.source, out.device), (*reversed(box.starts), 0, 0)
     with torch.cuda.device_of(out):
-        _kernel[(rows * triton.cdiv(length, _BLOCK * turns),)](
-            *(out, out if x is None else x, dropped, curve),
-            *(*key, made.words[0] if made.source == "below" else 0),
-            *(scale or 0.0, made.shift, made.most or 0.0),
-            *(starts[0], lengths[0], strides[0], starts[1], lengths[1], strides[1], starts[2], strides[2]),
-            SOURCE=_SOURCES[made.source],
-            DROPPED=64 - made.words[0] if made.source in ("uniform", "signed") else 0,
-            SIDES=len(box.starts),
-            SCALED=made.scale is not None,
-            SHIFTED=made.shift != 0,
-            BOUNDED=made.most is not None,
-            DROPS=x is not None,
-            SEGMENTS=curve.shape[1],
-            BLOCK=_BLOCK,
-            TURNS=turns,
-            enable_fp_fusion=False,
-        )
+        _kernel[programs](out, out if x is None else x, dropped, curve, *key, *starts[:_SIDES], *numbers, **constants)
+
+
+@lru_cache(maxsize=1024)
+def _facts(
+    made: Recipe, scale: float | None, lengths: tuple[int, ...], strides: tuple[int, ...], drops: bool
+) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
+    """How many programs fill a box, and what the kernel takes beside tensors, keys and starts: numbers, and constants."""
+    length, inner, _ = (*reversed(lengths), 1, 1)[:_SIDES]
+    steps = (*reversed(strides), 1, 1)[:_SIDES]
+    lanes, most = _CURVED if made.source in ("normal", "exponential") else _STRAIGHT
+    block = min(max(_power(length), _CURVED[0]), lanes)
+    turns = min(_power(-(-length // block)), most)
+    limit = made.words[0] if made.source == "below" else 0
+    numbers = (limit, scale or 0.0, made.shift, made.most or 0.0, length, inner, *steps)
+    constants = {
+        "SOURCE": _SOURCES[made.source],
+        "DROPPED": 64 - made.words[0] if made.source in ("uniform", "signed") else 0,
+        "SIDES": len(lengths),
+        "SCALED": made.scale is not None,
+        "SHIFTED": made.shift != 0,
+        "BOUNDED": made.most is not None,
+        "DROPS": drops,
+        "BLOCK": block,
+        "TURNS": turns,
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
+    return (math.prod(lengths[:-1]) * -(-length // (block * turns)),), numbers, constants
+
+
+def _power(number: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (number - 1).bit_length()
 
 
 @cache

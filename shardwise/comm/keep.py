@@ -9,15 +9,17 @@ import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Watcher(Protocol):
     """One who is asked."""
 
-    def communicate(self, operator: str, key: Hashable, x: Tensor, run: Callable[[], Tensor]) -> Tensor:
+    def communicate(self, operator: str, key: Hashable, x: Tensor, run: Callable[[], Any]) -> Any:
         """What comes of a communication of `x` that `key` describes: what `run` gives, or has given before."""
 
 
@@ -40,7 +42,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
         _watchers.now = before
 
 
-def watched(operator: str, key: Hashable, x: Tensor, run: Callable[[], Tensor]) -> Tensor:
+def watched(operator: str, key: Hashable, x: Tensor, run: Callable[[], T]) -> T:
     """The result of a communication, by way of all who watch this thread.
 
     >>> import torch

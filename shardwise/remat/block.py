@@ -75,7 +75,7 @@ class Block:
         given = [x for x in leaves if isinstance(x, Tensor)]
         self._constants = [None if isinstance(x, Tensor) else x for x in leaves]
         self._places = [place for place, x in enumerate(leaves) if isinstance(x, Tensor)]
-        self._saved = _Inputs.apply(torch.empty(0, requires_grad=True), *given).grad_fn
+        self._saved = _Inputs.apply(torch.empty(0, requires_grad=True), *given)
         self._around = _Surroundings(given)
         _blocks.add(self)
         self._name_arguments(self.first, given)
@@ -143,7 +143,7 @@ class Block:
 
     def _tensors(self) -> list[Tensor]:
         try:
-            return list(self._saved.saved_tensors)
+            return list(self._saved.grad_fn.saved_tensors)
         except RuntimeError as error:
             if "inplace" not in str(error):
                 raise

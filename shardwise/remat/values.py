@@ -113,6 +113,7 @@ class Run:
         self.strange: list[Call] = []
         #: By the id of a tensor: a weak reference to it, its value, and how often it had been written to when it got its name.
         self.known: dict[int, Known] = {}
+        self.regions: dict[int, Any] = {}
         self._counts: dict[str, int] = {}
         self._made: set[Call] = set()
         self._outside: list[tuple[Any, tuple[Any, ...], Value]] = []
@@ -122,7 +123,7 @@ class Run:
         self._arguments: list[Value] = []
 
     def __del__(self) -> None:
-        """Calls and their results know each other: without this, all that is kept of them would wait for the garbage collector."""
+        """Calls and their results know each other: without this, all that is kept would wait for the garbage collector."""
         for call in (*self.strange, *(self.calls.values() if self.first is None else ())):
             call.results.clear()
 
@@ -130,7 +131,8 @@ class Run:
 
     def call(self, key: tuple[Any, ...], operator: str, region: str) -> Call:
         """The call with such a key; in the second run, that of the first, if it made one."""
-        number = self._counts[operator] = self._counts.get(operator, 0) + 1
+        counted = operator if region is self.region else region
+        number = self._counts[counted] = self._counts.get(counted, 0) + 1
         made = self._made
         found, again = self.calls.get(key), 1
         while found is not None and found in made:
@@ -270,6 +272,8 @@ def _cast_from(x: Tensor) -> Tensor | None:
 
 
 def _constant(kind: type, x: Any) -> Hashable:
+    if kind is float and x != x:
+        return kind, "nan"  # which is not equal to itself
     if kind is torch.ScriptObject:  # such as a process group: every call sees a new one of the same
         return kind
     try:

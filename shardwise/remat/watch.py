@@ -176,21 +176,23 @@ class Watch(TorchDispatchMode):
             call.told = ", ".join(describe(facts_of_tensor(x)) for x in tensors(out)) or repr(out)
         return out
 
-    def communicate(self, operator: str, key: Hashable, x: Tensor, run: Callable[[], Tensor]) -> Tensor:
-        """What comes of a move of a local value, on behalf of the operator that is running, or of the user."""
+    def communicate(self, operator: str, key: Hashable, x: Tensor, run: Callable[[], Any]) -> Any:
+        """What comes of a communication of a local value, on behalf of the operator that is running, or of the user."""
         if self._quiet:
             return run()
         what = self.run.value(x) if self._current is None else self._current
         call = self.run.call((MOVE, what, key), MOVE.name, self.run.region)
         with self.unseen():
-            out: Tensor = self.whole(call, MOVE, run)
-        self._give(out, call.results[0])
+            out = self.whole(call, MOVE, run)
+        if isinstance(out, Tensor):
+            self._give(out, call.results[0])
         return out
 
     def region(self, region: Any, name: str, inputs: Sequence[Any], writes: Sequence[int], run: Callable[[], Any]) -> Any:
         """What comes of a compiled region."""
         if self._quiet:
             return run()
+        self.run.regions[id(region)] = region  # as long as it lives, no other has its id
         call = self.run.call((id(region), self.run.key(REGION, inputs)), REGION.name, f"{self.run.region}/{name}")
         written = [inputs[place] for place in writes]
         self._writes_outside(call, written)
@@ -320,7 +322,9 @@ class Record(Watch):
     def whole(self, call: Call, facts: Facts, run: Callable[[], Any]) -> Any:
         """Run a move or a region, and keep what it gives if the policy says so."""
         out = run()
-        if self._choose(call, facts, out, ()).saves:
+        if not isinstance(out, Tensor | tuple | list):
+            call.kept = (out,)
+        elif self._choose(call, facts, out, ()).saves:
             _keep(call, out)
         return out
 

@@ -14,7 +14,7 @@ from .._torch import tracing_context
 from ..counter import DIGITS, Draw
 from ..errors import MeshError, OperatorError
 from ..layout import Layout, Number, PerRank, whole
-from ..random import drop_piece, fill_piece, next_key, piece, sides, spans, traced_key, traced_piece
+from ..random import box, drop_piece, fill_piece, next_key, piece, sides, traced_key, traced_piece
 from .table import rule
 
 aten = torch.ops.aten
@@ -31,9 +31,9 @@ def draw(tools: Any, layout: Layout, how: Draw, generator: Generator | None = No
     if layout.dtype.is_complex:
         return _complex(tools, layout, how, generator)
     traced = tracing_context() is not None
-    kernel, box = (traced_piece, _traced_spans(tools, layout)) if traced else (piece, PerRank(partial(spans, layout)))
+    kernel, where = (traced_piece, _traced_spans(tools, layout)) if traced else (piece, box(layout))
     key = traced_key(generator) if traced else next_key(generator)
-    local = tools.each(kernel, layout.mesh, how, layout, PerRank(layout.local_shape), box, key, layout.device)
+    local = tools.each(kernel, layout.mesh, how, layout, PerRank(layout.local_shape), where, key, layout.device)
     return tools.wrap(local, layout)
 
 
@@ -67,7 +67,7 @@ def _fill_in_place(tools: Any, op: Any, x: Any, *args: Any, generator: Any = Non
     how = _by(op, layout.dtype, args, kwargs)
     if layout.partials or layout.dtype.is_complex or tracing_context() is not None:
         return x.copy_(draw(tools, layout, how, generator))
-    tools.each(fill_piece, layout.mesh, x, how, PerRank(partial(spans, layout)), next_key(generator))
+    tools.each(fill_piece, layout.mesh, x, how, box(layout), next_key(generator))
     return x
 
 
@@ -167,7 +167,7 @@ def _dropout(tools: Any, op: Any, x: Any, p: float, train: bool | None = True) -
     if tracing_context() is not None:
         kept = draw(tools, flags, keep)
         return tools.wrap(tools.each(_scaled, layout.mesh, x, kept, scale), layout), kept
-    out, kept = tools.each(drop_piece, layout.mesh, x, scale, keep, PerRank(partial(spans, flags)), next_key())
+    out, kept = tools.each(drop_piece, layout.mesh, x, scale, keep, box(flags), next_key())
     return tools.wrap(out, layout), tools.wrap(kept, flags)
 
 

@@ -173,3 +173,15 @@ def test_regions_that_run_operator_by_operator(axes: dict[str, int], backend: st
     want = grads(lambda: function(x), x, w, v)
     for policy in POLICIES:
         assert same(grads(lambda: remat(function, x, save=policy), x, w, v), want), policy  # noqa: B023
+
+
+def test_the_second_run_takes_the_program_of_the_first() -> None:
+    """A size that varies gets a program for all sizes, which would do for the first size, too."""
+    torch._dynamo.reset()
+    w = torch.randn(8, 8, requires_grad=True)
+    region = torch.compile(lambda x: (x @ w).sin().exp() * x.shape[0])
+    xs = [torch.randn(n, 8, requires_grad=True) for n in (4, 5, 6, 4)]
+    outs = [remat(lambda x: region(x.sin()).cos(), x, save=save.nothing) for x in xs]
+    wants = [torch.autograd.grad((((x.sin() @ w).sin().exp()) * len(x)).cos().sum(), x)[0] for x in xs]
+    for x, out, want in zip(xs, outs, wants, strict=True):
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], want)

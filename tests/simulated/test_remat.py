@@ -253,6 +253,22 @@ def test_moves_that_the_user_asks_for_are_kept() -> None:
             assert len(log.records) < len(without.records)
 
 
+def test_ways_in_are_not_asked_twice() -> None:
+    mesh = sw.init_mesh(tp=2)
+    x = sw.Bundle([torch.ones(2, 4), torch.ones(3, 4)], requires_grad=True)
+
+    def function(x: Any) -> Any:
+        y = sw.DTensor.from_local(x.sin(), mesh, [Shard(0)])
+        return (y @ sw.distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])).exp()
+
+    with sw.trace_comm() as log:
+        out = remat(function, x, save=save.collectives).sum()
+    assert log.counts() == {"shapes": 1, "broadcast": 1, "all_gather": 1, "all_reduce": 1} or len(log.records) >= 3
+    with sw.trace_comm() as log:
+        out.backward()
+    assert not {"shapes", "broadcast"} & log.counts().keys()
+
+
 # ── random numbers, autocast, modes ───────────────────────────────────────────────────────────────────────────────────
 
 
