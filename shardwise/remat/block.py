@@ -172,11 +172,23 @@ class Block:
             stack.enter_context(replay)
             self.function(*args, **kwargs)
         if not replay.run.strange:
-            _fill_from_kept(wanted)
+            _fill_from_kept(wanted, self.first)
         if wanted:
-            raise RematError(_mismatch(self.name, wanted, replay.run))
+            raise RematError(self._mismatch(wanted, replay.run))
         if not keeps_graph():
             self.first.drop()
+
+    def _mismatch(self, wanted: dict[Any, Cell], run: Run) -> str:
+        (value, _), cell = next(iter(wanted.items()))
+        text = f"the backward needs {self.first.tell(value)}, {describe(cell.facts)}, which the recomputation did not make"
+        if run.strange:
+            needed = self.first.describe(value.source) if isinstance(value.source, Call) else ""
+            alike = [call for call in run.strange if run.describe(call) == needed]
+            other = (alike or run.strange)[0]
+            told = f"the {'same' if alike else 'first'} call that the forward made otherwise is {run.describe(other)}"
+            text += f"; {told}, which gave {other.told}"
+        rule = "A block has to do the same whenever it runs on the same values"
+        return f"{self.name} is not the same the second time: {text}. {rule}"
 
 
 def _same(x: Tensor) -> Tensor:
@@ -186,31 +198,28 @@ def _same(x: Tensor) -> Tensor:
 def _filler(replay: Replay, whole: bool) -> Callable[[Tensor], Any]:
     """What the second run does with a tensor that autograd saves. As a rule nothing is done with its own graph, and nothing is
     saved for that: a tensor with its graph would keep itself alive."""
+    others = any(value.written or writes or not isinstance(value.of, Call) for value, writes in replay.wanted)
 
     def pack(x: Tensor) -> Any:
-        replay.fill(*replay.run.value_now(x), x)
+        if others:
+            replay.fill(*replay.run.value_now(x), x)
         return x.detach() if whole else None
 
     return pack
 
 
-def _fill_from_kept(wanted: dict[Any, Cell]) -> None:
-    """What a skipped call has kept is there without it."""
+def _fill_from_kept(wanted: dict[Any, Cell], run: Run) -> None:
+    """What a skipped call has kept is there without it, and so is what has been remembered."""
+    there = {value: x for known, value, then in run.known.values() if (x := known()) is not None and version(x) == then}
     for (value, writes), cell in list(wanted.items()):
         call = value.of
-        if isinstance(call, Call) and call.kept is not None and not writes:
-            cell.fill(list(tensors(given_back(call)))[value.index])
-            del wanted[value, writes]
-
-
-def _mismatch(name: str, wanted: dict[Any, Cell], run: Run) -> str:
-    (value, _), cell = next(iter(wanted.items()))
-    text = f"the backward needs {value}, {describe(cell.facts)}, which the recomputation did not make"
-    if run.strange:
-        alike = [call for call in run.strange if str(call) == str(value.source)]
-        other = (alike or run.strange)[0]
-        text += f"; the {'same' if alike else 'first'} call that the forward made otherwise is {other}, which gave {other.told}"
-    return f"{name} is not the same the second time: {text}. A block has to do the same whenever it runs on the same values"
+        if value in there and not writes:
+            cell.fill(there[value].detach())
+        elif isinstance(call, Call) and call.kept is not None and not writes:
+            cell.fill(list(tensors(given_back(run, call)))[value.index])
+        else:
+            continue
+        del wanted[value, writes]
 
 
 class _Surroundings:

@@ -7,9 +7,10 @@ another order, changes no other value; and a value has the name of another only 
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,20 +22,20 @@ from ..tensor import DTensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 ARGUMENT, OUTSIDE = "argument", "outside"
+_turns = itertools.count(1)
 
 
 class Value:
     """What a tensor is: a result of a call, an argument of the block, a tensor from outside, or a part of another value."""
 
-    __slots__ = ("_root", "cells", "index", "of", "written")
+    _root: Value | None = None
+    #: Whether a call wrote it to memory that was there before.
+    written = False
+    #: What waits for it in the backward, by how often it was written to since.
+    cells: dict[int, Any] | None = None
 
-    def __init__(self, of: Any, index: Any, root: Value | None = None) -> None:
+    def __init__(self, of: Any, index: Any) -> None:
         self.of, self.index = of, index
-        self._root = None if root is None else root.root
-        #: Whether a call wrote it to memory that was there before.
-        self.written = False
-        #: What waits for it in the backward, by how often it was written to since.
-        self.cells: dict[int, Any] | None = None
 
     @property
     def root(self) -> Value:
@@ -50,36 +51,38 @@ class Value:
         """The call it comes from, or "argument" or "outside"."""
         return self.of.source if isinstance(self.of, Value) else self.of
 
-    def __str__(self) -> str:
+    @property
+    def origin(self) -> str:
+        """Where it comes from, in words."""
         if isinstance(self.of, Value):
-            return str(self.of)
+            return self.of.origin
         if isinstance(self.of, Call):
-            return f"result {self.index} of {self.of}"
+            return f"result {self.index}"
         return f"argument {self.index} of the block" if self.of == ARGUMENT else "a tensor from outside the block"
 
 
 class Call:
-    """One call of an operator in a region: the `number`-th there."""
+    """One call of an operator in a region."""
 
-    __slots__ = ("after", "before", "kept", "number", "operator", "region", "results", "told", "versions")
+    #: What is kept of it, if anything is, and how often the tensors in there had been written to.
+    kept: Any = None
+    versions: Sequence[int] = ()
+    #: Its results in words, where they are no values of the first run.
+    told = ""
+    #: The state of a generator that the user gave, before the call, and of all of them after a random call that is kept.
+    before: Any = None
+    after: Any = None
 
-    def __init__(self, operator: str, region: str, number: int) -> None:
-        self.operator, self.region, self.number = operator, region, number
-        self.results: list[Value] = [Value(self, 0)]
-        self.kept: Any = None  #: what is kept of it, if anything is
-        self.versions: list[int] = []  #: how often the tensors in there had been written to
-        self.before: Any = None  #: the state of a generator that the user gave, before the call
-        self.after: Any = None  #: the states of all generators after a random call of which something is kept
-        self.told = ""  #: its results in words, where they are no values of the first run
+    def __init__(self, operator: str, region: str, turn: int) -> None:
+        self.operator, self.region = operator, region
+        self.turn = turn  #: the last run that made it
+        self.results = [Value(self, 0)]
 
     def result(self, index: int) -> Value:
         """One of the values it gives."""
         while len(self.results) <= index:
             self.results.append(Value(self, len(self.results)))
         return self.results[index]
-
-    def __str__(self) -> str:
-        return f"{self.operator}, call {self.number} of it in {self.region}"
 
 
 def version(x: Tensor) -> int:
@@ -114,8 +117,9 @@ class Run:
         #: By the id of a tensor: a weak reference to it, its value, and how often it had been written to when it got its name.
         self.known: dict[int, Known] = {}
         self.regions: dict[int, Any] = {}
-        self._counts: dict[str, int] = {}
-        self._made: set[Call] = set()
+        #: All calls, in their order.
+        self.order: list[Call] = []
+        self._turn = 0 if first is None else next(_turns)
         self._outside: list[tuple[Any, tuple[Any, ...], Value]] = []
         self._came_in: dict[int, Value] = {}
         self._parts: dict[tuple[Value, Hashable], Value] = {} if first is None else first._parts
@@ -124,28 +128,41 @@ class Run:
 
     def __del__(self) -> None:
         """Calls and their results know each other: without this, all that is kept would wait for the garbage collector."""
-        for call in (*self.strange, *(self.calls.values() if self.first is None else ())):
+        for call in self.strange if self.first is not None else self.order:
             call.results.clear()
 
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def call(self, key: tuple[Any, ...], operator: str, region: str) -> Call:
         """The call with such a key; in the second run, that of the first, if it made one."""
-        counted = operator if region is self.region else region
-        number = self._counts[counted] = self._counts.get(counted, 0) + 1
-        made = self._made
-        found, again = self.calls.get(key), 1
-        while found is not None and found in made:
+        calls, turn = self.calls, self._turn
+        found, again = calls.get(key), 1
+        while found is not None and found.turn == turn:
             again += 1
-            found = self.calls.get((again, key))
+            found = calls.get((again, key))
         if found is None:
-            found = Call(operator, region, number)
+            found = Call(operator, region, turn)
             if self.first is None:
-                self.calls[key if again == 1 else (again, key)] = found
+                calls[key if again == 1 else (again, key)] = found
             else:
                 self.strange.append(found)
-        made.add(found)
+        found.turn = turn
+        self.order.append(found)
         return found
+
+    def number(self, call: Call) -> int:
+        """Which call of its operator in its region it is."""
+        alike = [other for other in self.order if other.operator == call.operator and other.region == call.region]
+        return alike.index(call) + 1
+
+    def tell(self, value: Value) -> str:
+        """A value in words."""
+        call = value.source
+        return f"{value.origin} of {self.describe(call)}" if isinstance(call, Call) else value.origin
+
+    def describe(self, call: Call) -> str:
+        """A call in words."""
+        return f"{call.operator}, call {self.number(call)} of it in {call.region}"
 
     def key(self, op: Any, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, ...]:
         """What a call is known by."""
@@ -215,7 +232,8 @@ class Run:
         """A tensor inside another, or one made around it."""
         found = self._parts.get((value, name))
         if found is None:
-            found = self._parts[value, name] = Value(value, name, value)
+            found = self._parts[value, name] = Value(value, name)
+            found.lie_in(value.root)
         return found
 
     def _find(self, x: Tensor) -> Known:
@@ -290,6 +308,13 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors(item)
+
+
+def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A result with a function applied to each of its tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    return type(value)(mapped(function, item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def size_of(x: Tensor) -> int:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import TorchDispatchMode, alias, schema, tree_map_only, untraced
+from .._torch import TorchDispatchMode, alias, schema, untraced
 from ..comm.keep import watching
 from ..errors import RematError
 from ..save import Choice, Made, Policy
 from .states import devices_of, get_states, set_states
-from .values import ARGUMENT, OUTSIDE, Call, Run, Value, describe, facts_of_tensor, size_of, tensors, version
+from .values import ARGUMENT, OUTSIDE, Call, Run, Value, describe, facts_of_tensor, mapped, size_of, tensors, version
 
 
 class Cell:
@@ -258,9 +258,10 @@ class Watch(TorchDispatchMode):
         outside = [x for x in written if self.run.value(x).root.of in (ARGUMENT, OUTSIDE)]
         for x in outside:
             if x.is_floating_point() or x.is_complex():
+                what = f"{self.run.value(x).root.origin}, {describe(facts_of_tensor(x))}"
                 raise RematError(
-                    f"{call}: it writes to {self.run.value(x).root}, {describe(facts_of_tensor(x))}. The backward computes the "
-                    "block a second time, from that tensor as it is then; use an operator that does not write to it"
+                    f"{self.run.describe(call)}: it writes to {what}. The backward computes the block a second time, from that "
+                    "tensor as it is then; use an operator that does not write to it"
                 )
         return bool(outside)
 
@@ -331,21 +332,26 @@ class Record(Watch):
     def _choose(self, call: Call, facts: Facts, out: Any, args: Sequence[Any]) -> Choice:
         policy = self._policy
         size = 0 if policy.by_operator else sum(map(size_of, tensors(out)))
-        choice = policy.choose(Made(facts.name, call.region, call.number, size, facts.random), facts.op, args)
+        number = 0 if policy.by_operator else self.run.number(call)
+        choice = policy.choose(Made(facts.name, call.region, number, size, facts.random), facts.op, args)
         if policy.by_operator:
             self._choices[facts] = choice
         return choice
 
 
 def _keep(call: Call, out: Any) -> None:
-    call.kept = (tree_map_only(Tensor, alias, out),)
-    call.versions = [version(x) for x in tensors(call.kept)]
+    if type(out) is Tensor:
+        kept = alias(out)
+        call.kept, call.versions = (kept,), (version(kept),)
+    else:
+        call.kept = (mapped(alias, out),)
+        call.versions = [version(x) for x in tensors(call.kept)]
 
 
 def _copy_kept(made_by: Any) -> None:
     """What is kept of a call stays as it is when the block goes on to write to it."""
     if isinstance(made_by, Call) and made_by.versions:
-        made_by.kept = tree_map_only(Tensor, torch.clone, made_by.kept)
+        made_by.kept = mapped(torch.clone, made_by.kept)
         made_by.versions = [version(x) for x in tensors(made_by.kept)]
 
 
@@ -384,9 +390,8 @@ class Replay(Watch):
             return
         facts = facts_of_tensor(x)
         if facts != cell.facts:
-            raise RematError(
-                f"{value}: it was {describe(cell.facts)} in the forward, and is {describe(facts)} in the recomputation"
-            )
+            was, now = describe(cell.facts), describe(facts)
+            raise RematError(f"{self.run.tell(value)}: it was {was} in the forward, and is {now} in the recomputation")
         cell.fill(alias(x))
         if not self.wanted:
             raise Done("nothing more is needed")
@@ -411,21 +416,21 @@ class Replay(Watch):
             return call.kept[0]
         if call.after is not None:
             set_states(call.after)
-        return given_back(call)
+        return given_back(self.run, call)
 
     def whole(self, call: Call, facts: Facts, run: Callable[[], Any]) -> Any:
         """What was kept of a move or a region, or what it gives now."""
-        return run() if call.kept is None else given_back(call)
+        return run() if call.kept is None else given_back(self.run, call)
 
 
-def given_back(call: Call) -> Any:
+def given_back(run: Run, call: Call) -> Any:
     """What was kept of a call, if it still is what it was."""
     (kept,) = call.kept
     for x, known in zip(tensors(kept), call.versions, strict=False):
         if version(x) != known:
             told = describe(facts_of_tensor(x))
             raise RematError(
-                f"{call}: its result {told} was kept for the backward, and written to afterwards; use an operator that does "
-                "not write to it, or a policy that does not keep it"
+                f"{run.describe(call)}: its result {told} was kept for the backward, and written to afterwards; use an "
+                "operator that does not write to it, or a policy that does not keep it"
             )
-    return tree_map_only(Tensor, alias, kept)
+    return alias(kept) if type(kept) is Tensor else mapped(alias, kept)

@@ -1,4 +1,4 @@
-"""On a GPU: blocks that are computed again give the gradients of the model itself, random numbers and compiled regions included."""
+"""On a GPU: blocks that are computed again give the gradients of the model itself, also with random numbers, also compiled."""
 
 from __future__ import annotations
 
@@ -97,6 +97,6 @@ def test_memory_is_what_the_policy_says() -> None:
         out.sum().backward()
         return kept // (4 * 1024 * 1024)
 
-    assert held(function) == 24
+    assert held(function) == 16
     assert held(lambda x: remat(function, x, save=save.nothing)) == 1
     assert held(lambda x: remat(function, x, save=save.operators("aten.exp"))) == 9
