@@ -24,7 +24,8 @@ from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._opaque_base import OpaqueBaseMeta
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "HAS_KEYS",
@@ -69,6 +70,7 @@ __all__ = [
     "no_dispatch",
     "no_modes",
     "no_torch_function",
+    "order_kept",
     "overloads",
     "probe",
     "quick_call",
@@ -76,10 +78,12 @@ __all__ = [
     "raw_call",
     "rebuilt",
     "register_group",
+    "rule_for",
     "schema",
     "trace_local",
     "tracing_context",
     "tree_flatten",
+    "tree_leaves",
     "tree_map_only",
     "tree_unflatten",
     "unregister_group",
@@ -165,6 +169,12 @@ def flex_operators() -> list[tuple[Any, Callable[..., Any]]]:
     and ask each class of tensors for a function of its own."""
     found: Any = importlib.import_module("torch._higher_order_ops.flex_attention")
     return [(found.flex_attention, found.math_attention), (found.flex_attention_backward, found.sdpa_dense_backward)]
+
+
+def rule_for(operator: Any, cls: type) -> Callable[..., Any]:
+    """What an operator that takes functions does with tensors of a class."""
+    found: Callable[..., Any] = operator.python_key_table[cls]
+    return found
 
 
 class _Reached(Exception):
@@ -302,7 +312,8 @@ def veto_cache(refused: Callable[[], bool]) -> None:
 def constant_type(cls: type) -> None:
     """Let objects of a class stand in traced programs as constants, like ints: what they are asked is answered while tracing.
     torch 2.11 wants classes of a metaclass of its own (`OpaqueBaseMeta`) for that."""
-    members = {name: MemberType.USE_REAL for name in dir(cls) if not name.startswith("_") or name == "__getitem__"}
+    own = ("__getitem__", "__or__", "__and__", "__invert__")
+    members = {name: MemberType.USE_REAL for name in dir(cls) if not name.startswith("_") or name in own}
     register_opaque_type(cls, typ="value", members=members)
 
 
@@ -414,10 +425,15 @@ def local_graphs(
     `build` makes a function of a list from each; `prepare` sees forward and backward while they are still one graph. Only
     AOTAutograd traces through subclasses."""
     backend = importlib.import_module("torch._functorch.aot_autograd").aot_module_simplified
-    split = importlib.import_module("torch._functorch.partitioners").default_partition
+    partitioners = importlib.import_module("torch._functorch.partitioners")
 
     def partition(joint: Any, *args: Any, **kwargs: Any) -> Any:
-        return split(prepare(joint), *args, **kwargs)
+        if not partitioners.has_recomputable_ops(joint):
+            return partitioners.default_partition(prepare(joint), *args, **kwargs)
+        for node in joint.graph.nodes:  # without a compiler that fuses nothing is cheap enough to be computed again unasked
+            if not partitioners.must_recompute(node):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return partitioners.min_cut_rematerialization_partition(prepare(joint), *args, **kwargs)
 
     def compiler(part: str) -> Any:
         def made(graph: Any, _: Any) -> Any:
@@ -500,6 +516,18 @@ def in_order(operator: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.T
     if mode is not None:
         mode.shardwise_last = found
     return found
+
+
+@contextlib.contextmanager
+def order_kept() -> Iterator[None]:
+    """In the block `in_order` starts no new order: what runs there, runs a second time."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    last = getattr(mode, "shardwise_last", None)
+    try:
+        yield
+    finally:
+        if mode is not None:
+            mode.shardwise_last = last
 
 
 # ── graph passes ──

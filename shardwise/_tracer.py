@@ -5,8 +5,10 @@ These change torch's own classes and functions, once, and only what they do for 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import itertools
 import operator
 import re
 import sys
@@ -17,6 +19,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ._torch import alias, tracing_context
+from .errors import RematError
 
 
 def optimizer_hooks(optimizer: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -35,6 +41,51 @@ def has_traced_backward() -> bool:
 
 
 torch.compiler.assume_constant_result(has_traced_backward)
+
+
+def has_backward_inside() -> bool:
+    """Whether the program that is traced now asks for gradients itself, so that no backward of its own is made of it."""
+    return getattr(tracing_context(), "shardwise_backward", False)
+
+
+def teach_checkpoint(contexts: Callable[..., Any], key: Callable[..., str]) -> None:
+    """Let Dynamo take `functools.partial(contexts, *facts)`, made in a traced function, as the `context_fn` of a checkpoint
+    whose program is kept under `key(*facts)`. By itself it keeps no such program, and guards the identity of the facts."""
+    _teach_checkpoint(contexts, key)
+
+
+torch.compiler.assume_constant_result(teach_checkpoint)
+
+
+@functools.cache
+def _teach_checkpoint(contexts: Callable[..., Any], key: Callable[..., str]) -> None:
+    found = importlib.import_module("torch._dynamo.variables.higher_order_ops").CheckpointHigherOrderVariable
+    partial = importlib.import_module("torch._dynamo.variables.functions").FunctoolsPartialVariable
+    call = found._call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        given = kwargs["context_fn"].realize() if "context_fn" in kwargs else None
+        if isinstance(given, partial) and getattr(given.func, "fn", None) is contexts:
+            facts = [getattr(fact, "real_obj", fact) for fact in (arg.as_python_constant() for arg in given.args)]
+            made = _Named(functools.partial(contexts, *facts), key(*facts))
+            given.guard_as_python_constant = lambda: made  # policies have guards of their own: on what they are, not which
+            kwargs = {**kwargs, "context_fn": given}
+        return call(self, tx, args, kwargs)
+
+    found._call_function = call_function
+
+
+class _Named:
+    """A function that is known, and pickled, by its key alone: torch's keys are made of pickles."""
+
+    def __init__(self, function: Callable[[], Any], key: str) -> None:
+        self._function, self.cache_hash = function, key
+
+    def __call__(self) -> Any:
+        return self._function()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.cache_hash,)
 
 
 @functools.cache
@@ -78,6 +129,8 @@ def _trace_backward(found: Any) -> None:
         leaves = tx.output.leaf_var_creation_order
         own = list(leaves)
         leaves.extend(tx.output.side_effects.id_to_variable.values())
+        leaves[:] = [x for x in leaves if not isinstance(x, found) or x.as_proxy().node.graph is tx.output.graph]  # in no block
+        tx.output.tracing_context.shardwise_backward = True
         if "retain_graph" not in kwargs and len(args) < 2:
             tx.output.shardwise = "spent"
         try:
@@ -104,6 +157,7 @@ def _with_setting(handler: Callable[..., Any], settings: Any) -> Callable[..., A
     def trace_grad(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         if not _kind(tx):
             return handler(self, tx, *args, **kwargs)
+        tx.output.tracing_context.shardwise_backward = True
         with settings.patch(trace_autograd_ops=True):
             return handler(self, tx, *args, **kwargs)
 
@@ -247,18 +301,27 @@ def _pending_gradients(optimizer: Any, tx: Any) -> Iterator[tuple[Any, Any]]:
 
 
 @functools.cache
-def keep_in_their_part() -> None:
+def keep_in_their_part(differs: Callable[[], bool]) -> None:
     """Let communication that a forward asked for stay in the forward, and that of a backward in the backward. AOTAutograd would
     put it into either, or both, by what it keeps between them: that depends on sizes, so on the rank, and ranks would wait for
-    each other for ever."""
+    each other for ever. A block of `remat` may ask for it a second time, but not where ranks have programs of their own, of
+    which `differs` tells."""
     module: Any = importlib.import_module("torch._functorch.partitioners")
     forward, backward = module._must_be_in_forward, module._must_be_in_backward
+    save = module.force_save_collectives
+
+    def force_save(joint: Any) -> None:
+        for node in joint.graph.nodes if differs() else ():
+            if "recompute" in node.meta and _communicates(node):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        save(joint)
 
     def is_of(node: Any, part: bool) -> bool:
         again = getattr(node.meta.get("recompute"), "name", "") in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
         in_backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
         return in_backward is part and not again and _communicates(node)
 
+    module.force_save_collectives = force_save
     module._must_be_in_forward = lambda node: forward(node) or is_of(node, False)
     module._must_be_in_backward = lambda node: backward(node) or is_of(node, True)
 
@@ -302,3 +365,60 @@ def _see_regions(watch: Any) -> None:
 
 
 _modes: Any = torch._C._len_torch_dispatch_stack
+
+
+# ── values that are computed a second time ──
+
+
+@contextlib.contextmanager
+def saved_hooks() -> Iterator[None]:
+    """In the block autograd calls hooks on saved tensors, also while AOTAutograd traces: it does not by itself."""
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
+
+
+def traced_graph() -> Any:
+    """The graph that an operator called now becomes a part of, if any."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return None if mode is None else mode.tracer.graph
+
+
+def is_joint(graph: Any) -> bool:
+    """Whether a graph that is being traced will be parted into forward and backward: it takes gradients then, by this name."""
+    places = itertools.takewhile(lambda node: node.op == "placeholder", () if graph is None else graph.nodes)
+    return any("tangents" in str(node.target) for node in places)
+
+
+def snapshot(value: Any) -> Callable[[], Any]:
+    """What gives the same tensors again, detached, as they are now. A trace turns writes into new values, and has the old;
+    elsewhere what has been written to is gone."""
+    if isinstance(value, list | tuple):
+        parts = [snapshot(item) for item in value]
+        return lambda: type(value)(part() for part in parts)
+    if not isinstance(value, torch.Tensor):
+        return lambda: value
+    if is_traceable_wrapper_subclass(value):
+        names, context = value.__tensor_flatten__()
+        inner = {name: snapshot(getattr(value, name)) for name in names}
+        rebuild, size, stride = type(value).__tensor_unflatten__, value.shape, value.stride()
+        return lambda: rebuild({name: again() for name, again in inner.items()}, context, size, stride)
+    functional = importlib.import_module("torch._subclasses.functional_tensor").FunctionalTensor
+    if isinstance(value, functional):
+        held = value.from_functional()
+        return lambda: functional.to_functional(held)
+    version, kept = value._version, alias(value)
+
+    def unchanged() -> torch.Tensor:
+        if kept._version != version:
+            raise RematError(_WRITTEN.format(list(kept.shape), str(kept.dtype).removeprefix("torch.")))
+        return kept.detach()
+
+    return unchanged
+
+
+_WRITTEN = (
+    "a block of remat keeps {1}{0} for its backward, and writes to it later; write to a clone of it, or do not keep it (save=)"
+)

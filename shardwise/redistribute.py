@@ -21,6 +21,7 @@ from .comm import Door, PerRank, door
 from .comm.context import Setting
 from .comm.keep import watched
 from .comm.policy import check
+from .comm.trace import is_of_one_rank
 from .form import Form, form_of
 from .kernels import (
     Kernel,
@@ -85,7 +86,7 @@ def run(local: Tensor, steps: Plan, operator: str, shape: Sequence[int] | None =
 
 def _run(local: Tensor, steps: Plan, operator: str, by: Running) -> Tensor:
     if by.traced:
-        keep_in_their_part()
+        keep_in_their_part(is_of_one_rank)
     if by.traced and whole_moves.get():
         have, want = form_of(steps.have).text, form_of(steps.want).text
         moved: Tensor = torch.ops.shardwise.move(local, by.shape, have, want, operator)

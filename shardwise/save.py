@@ -21,6 +21,7 @@ from fnmatch import fnmatchcase
 from types import CodeType
 from typing import Any
 
+from ._torch import OpaqueBaseMeta, constant_type
 from .errors import RematError
 
 __all__ = [
@@ -68,12 +69,15 @@ class Made:
     random: bool = False
 
 
-class Policy:
-    """Which results are kept; combine policies with `|`, `&` and `~`."""
+class Policy(metaclass=OpaqueBaseMeta):
+    """Which results are kept; combine policies with `|`, `&` and `~`. In traced programs policies are constants."""
 
     __slots__ = ()
     #: Whether the choice depends on nothing but the operator, so that it can be remembered.
     by_operator = True
+
+    def __init_subclass__(cls) -> None:
+        constant_type(cls)
 
     def choose(self, made: Made, op: Any = None, args: Sequence[Any] = ()) -> Choice:
         """What becomes of the results of a call."""
@@ -93,6 +97,9 @@ class Policy:
 
     def __hash__(self) -> int:
         return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest(), "big")
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        return repr(self), {}
 
 
 def _checked(policy: object) -> Policy:
@@ -177,7 +184,8 @@ _MATMULS = frozenset(
 _COLLECTIVES = frozenset(("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d"))
 #: Moves of a DTensor between layouts: in eager programs, and the operators of traced ones.
 _MOVES = frozenset(
-    f"shardwise.{name}" for name in ("move", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+    f"shardwise.{name}"
+    for name in ("move", "exchange", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 )
 _OWN = frozenset(("aten", "prim", "prims", "inductor", "shardwise", "higher_order", "rngprims", "quantized", *_COLLECTIVES))
 

@@ -29,6 +29,13 @@ def current() -> Trace | None:
     return found
 
 
+def is_of_one_rank() -> bool:
+    """Whether ranks may differ in the program that is traced now, in sizes or in what uses a value: what is decided by these
+    might differ, too, and with it the collectives."""
+    trace = current()
+    return trace is not None and trace.specific
+
+
 def mark_specific() -> None:
     """Say that what is traced now, if anything, holds something of this rank."""
     trace = current()

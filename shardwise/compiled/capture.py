@@ -15,11 +15,12 @@ import torch
 from torch.fx import GraphModule
 
 from .._torch import hit_recompile_limit, local_graphs
+from ..comm.trace import is_of_one_rank
 from ..redistribute import whole_moves
 from .align import align_leaves
 from .batch import batch
 from .nodes import hold, remove_dead
-from .passes import improve, is_of_one_rank
+from .passes import improve
 from .program import assemble
 from .show import show
 from .steps import traceable, whole_steps

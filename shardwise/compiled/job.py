@@ -32,6 +32,7 @@ from .align import align_leaves
 from .election import Election, in_job
 from .parcel import Parcel, install, loaded_libraries, pack, processor, read_libraries, unpack
 from .passes import inductor_pass
+from .remat import remat_key
 from .steps import teach_tracer, traceable, whole_steps
 
 #: Seconds that a rank waits, as a rule, for another one to compile.
@@ -176,7 +177,8 @@ def _digest(*texts: str) -> str:
 
 
 def _text(gm: GraphModule) -> str:
-    return "\n".join(part.code for part in gm.modules() if isinstance(part, GraphModule))
+    parts = [part for part in gm.modules() if isinstance(part, GraphModule)]
+    return "\n".join(f"{part.code}{remat_key(part)}" for part in parts)
 
 
 def _fact(value: Any) -> str:

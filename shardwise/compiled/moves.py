@@ -20,7 +20,7 @@ from ..form import Form
 from ..layout import Layout
 from ..plan import plan
 from ..redistribute import move, whole_moves
-from .nodes import CLONE, epochs, mutates, order, remove_dead, replace, value
+from .nodes import AGAIN, CLONE, epochs, mutates, order, remove_dead, replace, value
 
 MOVE = torch.ops.shardwise.move.default
 #: What gives the value that it takes.
@@ -82,7 +82,7 @@ def _make_once(graph: Graph) -> int:
     for node in every:
         told = read(node)
         source = _source(told.x, epoch)
-        known = first.setdefault((source, tuple(told.shape), told.have, told.want, epoch[node]), node)
+        known = first.setdefault((source, tuple(told.shape), told.have, told.want, epoch[node], node.meta.get(AGAIN)), node)
         if known is not node:
             replace(node, known)
     return len(every) - len(first)

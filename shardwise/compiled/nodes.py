@@ -18,8 +18,10 @@ from .._torch import OpOverload, collectives, keep_alive, schema
 
 WAIT = collectives.wait_tensor.default
 CLONE = torch.ops.aten.clone.default
+#: Under which name a node says that it computes what was computed before, so as not to hold it in between.
+AGAIN = "shardwise_again"
 #: What a new node has from the one in whose place it stands.
-_HANDED_ON = ("stack_trace", "nn_module_stack", "seq_nr", "shardwise")
+_HANDED_ON = ("stack_trace", "nn_module_stack", "seq_nr", "shardwise", AGAIN)
 #: Where functions on numbers come from; they change nothing.
 _ARITHMETIC = ("_operator", "operator", "math", "builtins", "torch")
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch import inductor_pass as new_inductor_pass
-from ..comm.trace import current
+from ..comm.trace import is_of_one_rank
 from ..identity import library_key
 from .moves import expand_moves, merge_moves
 from .nodes import WAIT, is_view, mutates, release, remove_dead
@@ -50,13 +50,6 @@ def _improve(graph: Graph, decompositions: dict[Any, Any] | None = None) -> dict
     changes["wait_late"] = wait_late(graph)
     changes["remove_dead"] = dead + remove_dead(graph, alike)
     return changes
-
-
-def is_of_one_rank() -> bool:
-    """Whether ranks may differ in the program that is traced now, in sizes or in what uses a value: what is decided by these
-    might differ, too, and with it the collectives."""
-    trace = current()
-    return trace is not None and trace.specific
 
 
 def wait_late(graph: Graph) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from .._tracer import see_regions
+from ..compiled.remat import traced_remat
 from ..errors import RematError
 from ..save import Policy, default
 from .block import Block, kept_values
@@ -39,6 +40,8 @@ def remat(function: Callable[..., Any], *args: Any, save: Policy = default, **kw
     """
     if not isinstance(save, Policy):
         raise RematError(f"{save!r} is no policy: give one of `sw.save`, such as sw.save.matmuls, or sw.save.by(function)")
+    if torch.compiler.is_compiling():
+        return traced_remat(function, args, kwargs, save, _name(function))
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     see_regions(Watch)
