@@ -24,6 +24,7 @@ import importlib
 import math
 import struct
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from torch import Generator, Tensor
 from ._torch import in_order, is_decomposing
 from .counter import Draw, Spans, bits, fill, index, recipe, values
 from .errors import OperatorError
+from .keep import watched
 from .layout import Factor, Layout, PerRank, contiguous_stride, dense_stride, whole
 
 #: How many bytes the state of a CPU generator has, and where among them `_Count` is.
@@ -98,7 +100,12 @@ def set_rng_state(state: State) -> None:
 
 
 def next_key(generator: Generator | None = None) -> tuple[int, int]:
-    """The keys of one random call; drawn from `generator` where the user gives one."""
+    """The keys of one random call; drawn from `generator` where the user gives one. A second run of a block, in which some
+    calls may be left out, has the keys of the first."""
+    return watched("random_key", "key", None, partial(_draw_key, generator))
+
+
+def _draw_key(generator: Generator | None) -> tuple[int, int]:
     if generator is not None:
         drawn = torch.empty(2, dtype=torch.int64, device=generator.device).random_(generator=generator)
         return tuple(drawn.tolist())

@@ -19,10 +19,10 @@ from ._torch import collectives, is_alias, keep_alive
 from ._tracer import keep_in_their_part
 from .comm import Door, PerRank, door
 from .comm.context import Setting
-from .comm.keep import watched
 from .comm.policy import check
 from .comm.trace import is_of_one_rank
 from .form import Form, form_of
+from .keep import watched
 from .kernels import (
     Kernel,
     divided,

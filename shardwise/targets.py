@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .comm import door
-from .comm.keep import watched
 from .errors import LayoutError
+from .keep import watched
 from .layout import Factor, Layout, Placements, make_layout
 from .memo import memo
 from .mesh import Mesh

@@ -14,12 +14,12 @@ from torch import SymInt, Tensor
 
 from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, base_of, is_batched, no_torch_function
 from .comm import door
-from .comm.keep import watched
 from .comm.trace import current
 from .dispatch import dispatch
 from .errors import OperatorError
 from .form import Form, form_of
 from .identity import LIBRARY, library_key
+from .keep import watched
 from .layout import Factor, Layout, PerRank, Placements, dense_stride, make_layout, restore_layout, written
 from .memo import memo
 from .mesh import Mesh

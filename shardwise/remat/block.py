@@ -79,7 +79,7 @@ class Block:
         self._around = _Surroundings(given)
         _blocks.add(self)
         self._name_arguments(self.first, given)
-        self._record = Record(self.first, self.policy)
+        self._record = Record(self.first, self.policy, self._around.states)
         try:
             with saved_tensors_hooks(self._pack, self._unpack), self._record:
                 return self.function(*args, **kwargs)

@@ -69,9 +69,8 @@ class Call:
     versions: Sequence[int] = ()
     #: Its results in words, where they are no values of the first run.
     told = ""
-    #: The state of a generator that the user gave, before the call, and of all of them after a random call that is kept.
+    #: The states of generators before the call, where the second run may have others.
     before: Any = None
-    after: Any = None
 
     def __init__(self, operator: str, region: str, turn: int) -> None:
         self.operator, self.region = operator, region

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from .._torch import TorchDispatchMode, alias, schema, untraced
-from ..comm.keep import watching
 from ..errors import RematError
+from ..keep import watching
 from ..save import Choice, Made, Policy
-from .states import devices_of, get_states, set_states
+from .states import States, devices_of, get_states, set_states
 from .values import ARGUMENT, OUTSIDE, Call, Run, Value, describe, facts_of_tensor, mapped, size_of, tensors, version
 
 
@@ -176,11 +176,11 @@ class Watch(TorchDispatchMode):
             call.told = ", ".join(describe(facts_of_tensor(x)) for x in tensors(out)) or repr(out)
         return out
 
-    def communicate(self, operator: str, key: Hashable, x: Tensor, run: Callable[[], Any]) -> Any:
-        """What comes of a communication of a local value, on behalf of the operator that is running, or of the user."""
+    def result(self, operator: str, key: Hashable, x: Tensor | None, run: Callable[[], Any]) -> Any:
+        """What comes of a communication of a local value or a draw, for the operator that is running, or for the user."""
         if self._quiet:
             return run()
-        what = self.run.value(x) if self._current is None else self._current
+        what = self._current or (None if x is None else self.run.value(x))
         call = self.run.call((MOVE, what, key), MOVE.name, self.run.region)
         with self.unseen():
             out = self.whole(call, MOVE, run)
@@ -286,9 +286,11 @@ def _content(x: Tensor) -> Hashable:
 class Record(Watch):
     """Watches the first run, and keeps what a policy says."""
 
-    def __init__(self, run: Run, policy: Policy) -> None:
+    def __init__(self, run: Run, policy: Policy, states: States) -> None:
         super().__init__(run)
         self._policy = policy
+        #: Whether a second run may have drawn less than this one, and the states of generators that were last looked at.
+        self._astray, self._last = False, states
         self._choices: dict[Facts, Choice] = {}
 
     def operate(self, call: Call, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -308,8 +310,8 @@ class Record(Watch):
         outside = self._writes_outside(call, written) if written else False
         for x in written:
             _copy_kept(self.run.value(x).root.of)
-        if facts.random and kwargs.get("generator") is not None:
-            call.before = get_states([], kwargs["generator"])
+        if facts.random and (self._astray or kwargs.get("generator") is not None):
+            call.before = self._states(args, kwargs.get("generator"))
         out = facts.op(*args, **kwargs)
         if outside:
             call.kept = _WRITTEN
@@ -317,13 +319,24 @@ class Record(Watch):
             _keep_sent(call, self._choose(call, facts, out, args), out, written)
         elif not (written or facts.views or facts.empty) and self._choose(call, facts, out, args).saves:
             _keep(call, out)
-            call.after = get_states(devices_of(tensors(args)), kwargs.get("generator")) if facts.random else None
+            call.before, self._astray = None, self._astray or facts.random
         return out
+
+    def _states(self, args: Any, generator: torch.Generator | None = None) -> States:
+        """The states of generators, which the second run goes on from; those known already are not held twice."""
+        now, self._astray = get_states(devices_of(tensors(args)), generator), False
+        pairs = zip(now, self._last, strict=False)
+        if len(now) != len(self._last) or any(a[0] != b[0] or not torch.equal(a[1], b[1]) for a, b in pairs):
+            self._last = now
+        return self._last
 
     def whole(self, call: Call, facts: Facts, run: Callable[[], Any]) -> Any:
         """Run a move or a region, and keep what it gives if the policy says so."""
+        if facts is REGION and self._astray:
+            call.before = self._states(())
         out = run()
-        if not isinstance(out, Tensor | tuple | list):
+        self._astray |= facts is REGION  # which may draw, and be kept or left out the second time
+        if not any(True for _ in tensors(out)):
             call.kept = (out,)
         elif self._choose(call, facts, out, ()).saves:
             _keep(call, out)
@@ -414,13 +427,15 @@ class Replay(Watch):
             for x, sent in zip(written_by(facts, args, kwargs), call.kept[1], strict=True):
                 x.copy_(sent)
             return call.kept[0]
-        if call.after is not None:
-            set_states(call.after)
         return given_back(self.run, call)
 
     def whole(self, call: Call, facts: Facts, run: Callable[[], Any]) -> Any:
         """What was kept of a move or a region, or what it gives now."""
-        return run() if call.kept is None else given_back(self.run, call)
+        if call.kept is not None:
+            return given_back(self.run, call)
+        if call.before is not None:
+            set_states(call.before)
+        return run()
 
 
 def given_back(run: Run, call: Call) -> Any:

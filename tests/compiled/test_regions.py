@@ -130,6 +130,26 @@ def test_random_numbers_in_a_region(wrapped: bool) -> None:
         assert same(got, want), policy
 
 
+def test_random_numbers_behind_a_region(wrapped: bool) -> None:
+    """A region that draws, and is kept, or is skipped by the second run: what is drawn after it is the same."""
+    w, x, memo = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True), []
+    region, side = torch.compile(lambda x: F.dropout(x @ w, 0.5).sin()), torch.compile(lambda x: F.dropout(x, 0.5))
+
+    def function(x: Tensor) -> Tensor:
+        if not memo:
+            memo.append(side(torch.ones(8)))
+        return F.dropout(F.dropout(region(x), 0.5).cos() @ w * memo[0], 0.5).exp()
+
+    def run(how: Any) -> list[Tensor]:
+        memo.clear()
+        torch.manual_seed(3)
+        return list(torch.autograd.grad(how(x).sum(), [x, w]))
+
+    want = run(function)
+    for policy in (*POLICIES, save.random, save.operators("higher_order.inductor_compiled_code")):
+        assert same(run(lambda x: remat(function, x, save=policy)), want), policy  # noqa: B023
+
+
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_another_branch_around_a_region(wrapped: bool, axes: dict[str, int]) -> None:
     x, w, _ = given(axes)

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,6 +217,25 @@ def living() -> int:
     return sum(issubclass(type(x), Tensor | Value) for x in gc.get_objects())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}], ids=str)
+def test_thousands_of_steps(axes: dict[str, int]) -> None:
+    """Memory stays where it is after the first steps."""
+    block, x = model_and_input(world(axes))
+    optimizer = torch.optim.SGD(block.parameters(), 1e-3)
+    resident: list[int] = []
+    for step in range(10_000 if not axes else 1_000):
+        policy = (save.matmuls, save.default, save.nothing, save.everything)[step % 4]
+        remat(block, x, save=policy).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert kept_values() == 0
+        if step % 500 == 499:
+            gc.collect()
+            resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+    assert resident[-1] - resident[0] < 8 * 2**20, resident
+
+
 def test_collectives_are_not_made_twice() -> None:
     block, x = model_and_input(sw.init_mesh(tp=4))
     block, x = model_and_input(sw.init_mesh(dp=2, tp=2))
@@ -293,6 +313,24 @@ def test_random_numbers_are_drawn_again(axes: dict[str, int], policy: save.Polic
 
     for got, want in zip(run(lambda x: remat(function, x, save=policy)), run(function), strict=True):
         assert torch.equal(got, want)
+
+
+def test_factories_draw_again() -> None:
+    """Also behind random numbers that are kept, and so not drawn a second time."""
+    mesh = sw.init_mesh(dp=2)
+    x = sw.distribute_tensor(torch.randn(6, 8), mesh, [Shard(0)]).requires_grad_()
+
+    def function(x: Any) -> Any:
+        y = F.dropout(x.sin(), 0.5)
+        return F.dropout(y * sw.rand(6, 8, mesh=mesh).sin(), 0.5).exp() * sw.randn(6, 8, mesh=mesh, placements=[Shard(1)])
+
+    def run(how: Any) -> Tensor:
+        torch.manual_seed(3)
+        return plain(torch.autograd.grad(how(x).sum(), x)[0])
+
+    want = run(function)
+    for policy in POLICIES.values():
+        assert torch.equal(run(lambda x: remat(function, x, save=policy)), want)  # noqa: B023
 
 
 def test_a_generator_of_the_users_draws_again() -> None:

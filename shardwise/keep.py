@@ -1,6 +1,6 @@
-"""Who watches what is communicated, to keep it and to give it back in a second run: `watched`, `watching`.
+"""Who watches what is communicated and drawn, to keep it and to give it back in a second run: `watched`, `watching`.
 
-Knows nothing of blocks and policies: a watcher is asked for the result of a communication, and may or may not let it run.
+Knows nothing of blocks and policies: a watcher is asked for a result, and may or may not let it be computed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ T = TypeVar("T")
 class Watcher(Protocol):
     """One who is asked."""
 
-    def communicate(self, operator: str, key: Hashable, x: Tensor, run: Callable[[], Any]) -> Any:
-        """What comes of a communication of `x` that `key` describes: what `run` gives, or has given before."""
+    def result(self, operator: str, key: Hashable, x: Tensor | None, run: Callable[[], Any]) -> Any:
+        """What comes of a communication of `x`, or a draw, that `key` describes: what `run` gives, or has given before."""
 
 
 class _Watchers(threading.local):
@@ -42,13 +42,13 @@ def watching(watcher: Watcher) -> Iterator[None]:
         _watchers.now = before
 
 
-def watched(operator: str, key: Hashable, x: Tensor, run: Callable[[], T]) -> T:
-    """The result of a communication, by way of all who watch this thread.
+def watched(operator: str, key: Hashable, x: Tensor | None, run: Callable[[], T]) -> T:
+    """The result of a communication or a draw, by way of all who watch this thread.
 
     >>> import torch
     >>> watched("move", "", torch.ones(2), lambda: torch.zeros(2))
     tensor([0., 0.])
     """
     for watcher in _watchers.now:
-        run = partial(watcher.communicate, operator, key, x, run)
+        run = partial(watcher.result, operator, key, x, run)
     return run()
