@@ -1,13 +1,12 @@
-"""Who watches what is communicated and drawn, to keep it and to give it back in a second run: `watched`, `watching`.
+"""Who watches what is communicated and drawn, to keep it and to give it back in a second run: `watched`, `watch`.
 
 Knows nothing of blocks and policies: a watcher is asked for a result, and may or may not let it be computed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -31,15 +30,16 @@ class _Watchers(threading.local):
 _watchers = _Watchers()
 
 
-@contextlib.contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
-    """In the block, a watcher is asked first, before those outside."""
+def watch(watcher: Watcher) -> tuple[Watcher, ...]:
+    """From now on a watcher is asked first; gives those who were asked before."""
     before = _watchers.now
     _watchers.now = (*before, watcher)
-    try:
-        yield
-    finally:
-        _watchers.now = before
+    return before
+
+
+def watch_as_before(watchers: tuple[Watcher, ...]) -> None:
+    """From now on those are asked who were asked before."""
+    _watchers.now = watchers
 
 
 def watched(operator: str, key: Hashable, x: Tensor | None, run: Callable[[], T]) -> T:

@@ -19,10 +19,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._torch import keeps_graph, tree_flatten, tree_unflatten
 from ..errors import RematError
 from ..save import Policy
+from ..tensor import DTensor
 from .states import devices_of, from_states, get_states
 from .values import OUTSIDE, Call, Run, Value, describe, facts_of_tensor, tensors, version
 from .watch import Cell, Done, Record, Replay, given_back
 
+#: Arguments that hold no others.
+_PLAIN = (Tensor, torch.nn.Parameter, DTensor, int, float, bool, str, type(None))
 #: All blocks whose backward may still come.
 _blocks: weakref.WeakSet[Block] = weakref.WeakSet()
 
@@ -71,7 +74,10 @@ class Block:
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """The first run."""
-        leaves, self._spec = tree_flatten((args, kwargs))
+        if not kwargs and all(type(x) in _PLAIN for x in args):
+            leaves, self._spec = list(args), None
+        else:
+            leaves, self._spec = tree_flatten((args, kwargs))
         given = [x for x in leaves if isinstance(x, Tensor)]
         self._constants = [None if isinstance(x, Tensor) else x for x in leaves]
         self._places = [place for place, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -159,7 +165,7 @@ class Block:
         given, leaves = self._tensors(), list(self._constants)
         for place, x in zip(self._places, given, strict=True):
             leaves[place] = x
-        args, kwargs = tree_unflatten(leaves, self._spec)
+        args, kwargs = (leaves, {}) if self._spec is None else tree_unflatten(leaves, self._spec)
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.suppress(Done))
             stack.enter_context(self._around.again())

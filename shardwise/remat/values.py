@@ -167,12 +167,15 @@ class Run:
         """What a call is known by."""
         key: list[Any] = [op]
         for arg in args:
+            known = self.known.get(id(arg))
+            if known is not None and known[0]() is arg:
+                key.append(known[1])
+                continue
             kind = type(arg)
             if kind is int or arg is None:
                 key.append(arg)
             elif isinstance(arg, Tensor):
-                known = self.known.get(id(arg))
-                key.append(known[1] if known is not None and known[0]() is arg else self._find(arg)[1])
+                key.append(self._find(arg)[1])
             elif kind is list or kind is tuple:
                 key.append(self.key(kind, arg))
             else:
@@ -268,6 +271,9 @@ class Run:
 
     def _from_outside(self, x: Tensor) -> Known:
         """A tensor of which nothing is known. In the second run it stands for the first alike that is no more."""
+        if type(x) is torch.nn.Parameter and self.first is None:  # which lives longer than a block
+            value = self._came_in[id(x)] = Value(OUTSIDE, 0)
+            return weakref.ref(x), value, version(x)
         weight = _cast_from(x)
         if weight is not None:
             return weakref.ref(x), self.cast(weight, x.dtype), version(x)

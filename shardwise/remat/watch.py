@@ -8,7 +8,6 @@ one operator. Neither changes what an operator gives.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from .._torch import TorchDispatchMode, alias, schema, untraced
 from ..errors import RematError
-from ..keep import watching
-from ..save import Choice, Made, Policy
+from ..keep import watch, watch_as_before
+from ..save import Made, Policy
 from .states import States, devices_of, get_states, set_states
 from .values import ARGUMENT, OUTSIDE, Call, Run, Value, describe, facts_of_tensor, mapped, size_of, tensors, version
 
@@ -110,7 +109,7 @@ def _read(op: Any) -> Facts:
         sends=sends,
         empty=name.startswith(("aten.empty", "aten.new_empty")),
     )
-    facts.plain = not any(getattr(facts, field.name) for field in fields(facts)[2:-1])
+    facts.plain = name != "aten._to_copy.default" and not any(getattr(facts, field.name) for field in fields(facts)[2:-1])
     return facts
 
 
@@ -128,7 +127,7 @@ class Watch(TorchDispatchMode):
         self._quiet = False
         self._draws = 0
         self._current: Call | None = None
-        self._stack = contextlib.ExitStack()
+        self._others: Any = ()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -140,12 +139,12 @@ class Watch(TorchDispatchMode):
         return False  # it does, in a quicker way than torch's
 
     def __enter__(self) -> Any:
-        self._stack.enter_context(watching(weakref.proxy(self)))
+        self._others = watch(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._stack.close()
+        watch_as_before(self._others)
 
     @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -168,8 +167,11 @@ class Watch(TorchDispatchMode):
             out = self.operate(call, facts, args, kwargs)
         finally:
             self._current = outer
-        if facts.plain and type(out) is Tensor and facts is not _CAST:
-            self._give(out, call.results[0])
+        if (facts.plain or facts.views) and type(out) is Tensor:
+            value = call.results[0]
+            if facts.views:
+                value.lie_in(self.run.value(args[0]).root)
+            self._give(out, value)
         else:
             self._name(call, facts, out, args, kwargs)
         if self.run.strange and call is self.run.strange[-1]:
@@ -291,17 +293,18 @@ class Record(Watch):
         self._policy = policy
         #: Whether a second run may have drawn less than this one, and the states of generators that were last looked at.
         self._astray, self._last = False, states
-        self._choices: dict[Facts, Choice] = {}
+        self._choices: dict[Facts, bool] = {}
 
     def operate(self, call: Call, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run the operator, and keep what it gives if the policy says so."""
+        if facts.views:
+            return facts.op(*args, **kwargs)
         if not facts.plain:
             return self._operate(call, facts, args, kwargs)
         out = facts.op(*args, **kwargs)
-        choice = self._choices.get(facts) or self._choose(call, facts, out, args)
         if type(out) is not Tensor and not any(True for _ in tensors(out)):
             call.kept = None if out is None else (out,)  # a number that the program may decide on
-        elif choice.saves:
+        elif self._keeps(call, facts, out, args):
             _keep(call, out)
         return out
 
@@ -316,8 +319,8 @@ class Record(Watch):
         if outside:
             call.kept = _WRITTEN
         elif facts.sends:
-            _keep_sent(call, self._choose(call, facts, out, args), out, written)
-        elif not (written or facts.views or facts.empty) and self._choose(call, facts, out, args).saves:
+            _keep_sent(call, self._keeps(call, facts, out, args), out, written)
+        elif not (written or facts.empty) and self._keeps(call, facts, out, args):
             _keep(call, out)
             call.before, self._astray = None, self._astray or facts.random
         return out
@@ -338,18 +341,22 @@ class Record(Watch):
         self._astray |= facts is REGION  # which may draw, and be kept or left out the second time
         if not any(True for _ in tensors(out)):
             call.kept = (out,)
-        elif self._choose(call, facts, out, ()).saves:
+        elif self._keeps(call, facts, out, ()):
             _keep(call, out)
         return out
 
-    def _choose(self, call: Call, facts: Facts, out: Any, args: Sequence[Any]) -> Choice:
+    def _keeps(self, call: Call, facts: Facts, out: Any, args: Sequence[Any]) -> bool:
+        known = self._choices.get(facts)
+        if known is not None:
+            return known
         policy = self._policy
         size = 0 if policy.by_operator else sum(map(size_of, tensors(out)))
         number = 0 if policy.by_operator else self.run.number(call)
-        choice = policy.choose(Made(facts.name, call.region, number, size, facts.random), facts.op, args)
+        made = Made(facts.name, call.region, number, size, facts.random)
+        keeps = policy.choose(made, facts.op, args).saves
         if policy.by_operator:
-            self._choices[facts] = choice
-        return choice
+            self._choices[facts] = keeps
+        return keeps
 
 
 def _keep(call: Call, out: Any) -> None:
@@ -368,9 +375,9 @@ def _copy_kept(made_by: Any) -> None:
         made_by.versions = [version(x) for x in tensors(made_by.kept)]
 
 
-def _keep_sent(call: Call, choice: Choice, out: Any, written: Sequence[Tensor]) -> None:
+def _keep_sent(call: Call, keeps: bool, out: Any, written: Sequence[Tensor]) -> None:
     """A collective in place: what it wrote, when it has done so."""
-    if choice.saves:
+    if keeps:
         works = [work for work in out if hasattr(work, "wait")] if isinstance(out, tuple) else [out]
         for work in works:
             work.wait()
