@@ -6,10 +6,10 @@
     python benchmarks/remat.py --rows none full matmuls
     python benchmarks/remat.py --plot docs/remat.png    memory against time (needs matplotlib)
 
-A row is a policy. "none" computes nothing again and "full" everything, beside plain `torch.utils.checkpoint.checkpoint`; the
-others stand beside `create_selective_checkpoint_contexts` with a policy that keeps the results of the same operators. On one
-device `collectives` and `custom` keep nothing, and `default` what `attention` does. A step is a forward and a backward, without
-an optimizer.
+A row is a policy. "none" computes nothing again and "full" everything. Torch's side is `create_selective_checkpoint_contexts` with
+a policy that keeps the results of the same operators; "full, plain" is its `checkpoint` that sees no operators, and so cannot
+tell whether they are the same twice. On one device `collectives` and `custom` keep nothing, and `default` what `attention` does.
+A step is a forward and a backward, without an optimizer.
 
 Gradients are compared with those of "none" first: eager on the host bit by bit, elsewhere to within rounding. Memory is the
 highest sum of what steps allocate and have not freed yet: on the host as torch's profiler sees its allocator, exactly, and
@@ -149,12 +149,12 @@ def product_bytes(op: Any, args: Sequence[Any]) -> int:
     return left.shape[:-1].numel() * right.shape[-1] * left.element_size()
 
 
-def runs(name: str, policy: save.Policy) -> dict[str, Run]:
+def runs(policy: save.Policy) -> dict[str, Run]:
     """How each side runs a block under a policy."""
-    contexts = {} if name == "full" else {"context_fn": partial(create_selective_checkpoint_contexts, kept_by_torch(policy))}
+    contexts = partial(create_selective_checkpoint_contexts, kept_by_torch(policy))
 
     def by_torch(block, x):
-        return checkpoint(block, x, use_reentrant=False, **contexts)
+        return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
     def by_us(block, x):
         return sw.remat(block, x, save=policy)
@@ -183,11 +183,14 @@ def make_step(model: GPT, run: Run, name: str, options: argparse.Namespace) -> S
 
 
 def make_steps(options: argparse.Namespace) -> dict[Key, Step]:
-    """The steps by row and side, all of one model; "none" is on torch's side alone."""
+    """The steps by row and side, all of one model; those without a policy are on torch's side alone."""
     torch.manual_seed(0)
     model = GPT(options)
-    chosen: dict[str, dict[str, Run]] = {"none": {"torch": lambda block, x: block(x)}}
-    chosen |= {name: runs(name, policy) for name, policy in policies(options).items() if name in options.rows}
+    chosen: dict[str, dict[str, Run]] = {
+        "none": {"torch": lambda block, x: block(x)},
+        "full, plain": {"torch": lambda block, x: checkpoint(block, x, use_reentrant=False)},
+    }
+    chosen |= {name: runs(policy) for name, policy in policies(options).items() if name in options.rows}
     return {
         (name, side): make_step(model, run, f"{name} by {side}", options)
         for name, sides in chosen.items()
