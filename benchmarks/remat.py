@@ -6,10 +6,10 @@
     python benchmarks/remat.py --rows none full matmuls
     python benchmarks/remat.py --plot docs/remat.png    memory against time (needs matplotlib)
 
-A row is a policy. "none" computes nothing again and "full" everything. Torch's side is `create_selective_checkpoint_contexts` with
-a policy that keeps the results of the same operators; "full, plain" is its `checkpoint` that sees no operators, and so cannot
-tell whether they are the same twice. On one device `collectives` and `custom` keep nothing, and `default` what `attention` does.
-A step is a forward and a backward, without an optimizer.
+A row is a policy. "none" computes nothing again and "full" everything. Torch's side is `create_selective_checkpoint_contexts`
+with a policy that keeps the results of the same operators; "full, plain" is its `checkpoint` that sees no operators, and so
+cannot tell whether they are the same twice. On one device `collectives` and `custom` keep nothing, and `default` what
+`attention` does. A step is a forward and a backward, without an optimizer.
 
 Gradients are compared with those of "none" first: eager on the host bit by bit, elsewhere to within rounding. Memory is the
 highest sum of what steps allocate and have not freed yet: on the host as torch's profiler sees its allocator, exactly, and
