@@ -301,6 +301,8 @@ def draw(path: str, memory: Mapping[Key, int], times: Mapping[Key, float], title
         axes.plot(*zip(*(places[name, side] for side in SIDES if (name, side) in places), strict=True), color="grey", zorder=1)
         label = ", ".join([name, *(other for other, one in SAME.items() if one == name)])
         axes.annotate(label, places[name, "ours"], textcoords="offset points", xytext=(8, 6), fontsize=9)
+    if ("full, plain", "torch") in places:
+        axes.annotate("full, plain", places["full, plain", "torch"], textcoords="offset points", xytext=(8, -12), fontsize=9)
     axes.set(xlabel="peak memory of a step, MiB", ylabel="time of a step, ms", title=title)
     axes.margins(0.15)
     axes.grid(alpha=0.3)
