@@ -63,8 +63,8 @@ class Facts:
     plain: bool = True
 
 
-#: How moves between layouts and compiled regions are called in policies and errors.
-MOVE, REGION = Facts("shardwise.move"), Facts("higher_order.inductor_compiled_code")
+#: How moves between layouts, new random numbers and compiled regions are called in policies and errors.
+MOVE, DRAW, REGION = Facts("shardwise.move"), Facts("shardwise.draw", random=True), Facts("higher_order.inductor_compiled_code")
 #: Running statistics that are updated.
 _HIDDEN = {f"aten.{name}": (3, 4) for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")}
 _IGNORED = (
@@ -182,10 +182,11 @@ class Watch(TorchDispatchMode):
         """What comes of a communication of a local value or a draw, for the operator that is running, or for the user."""
         if self._quiet:
             return run()
+        facts = DRAW if operator == DRAW.name else MOVE
         what = self._current or (None if x is None else self.run.value(x))
-        call = self.run.call((MOVE, what, key), MOVE.name, self.run.region)
+        call = self.run.call((facts, what, key), facts.name, self.run.region)
         with self.unseen():
-            out = self.whole(call, MOVE, run)
+            out = self.whole(call, facts, run)
         if isinstance(out, Tensor):
             self._give(out, call.results[0])
         return out
@@ -278,8 +279,8 @@ def written_by(facts: Facts, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 
 def _content(x: Tensor) -> Hashable:
     """What a tensor that was just made of Python numbers is known by."""
-    small = type(x) is Tensor and x.device.type == "cpu" and x.numel() <= 64
-    return tuple(x.shape), x.dtype, x.device, tuple(x.flatten().tolist()) if small else None
+    small = type(x) is Tensor and x.device.type == "cpu" and x.nbytes <= 2**20
+    return tuple(x.shape), x.dtype, x.device, x.flatten().view(torch.uint8).numpy().tobytes() if small else None
 
 
 # ── the first run ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,6 +13,7 @@ from torch import Generator, Tensor
 from .._torch import tracing_context
 from ..counter import DIGITS, Draw
 from ..errors import MeshError, OperatorError
+from ..keep import watched
 from ..layout import Layout, Number, PerRank, whole
 from ..random import box, drop_piece, fill_piece, next_key, piece, sides, traced_key, traced_piece
 from .table import rule
@@ -30,11 +31,13 @@ def draw(tools: Any, layout: Layout, how: Draw, generator: Generator | None = No
     layout = layout.reduced()
     if layout.dtype.is_complex:
         return _complex(tools, layout, how, generator)
-    traced = tracing_context() is not None
-    kernel, where = (traced_piece, _traced_spans(tools, layout)) if traced else (piece, box(layout))
-    key = traced_key(generator) if traced else next_key(generator)
-    local = tools.each(kernel, layout.mesh, how, layout, PerRank(layout.local_shape), where, key, layout.device)
-    return tools.wrap(local, layout)
+    facts = (layout.mesh, how, layout, PerRank(layout.local_shape))
+    if tracing_context() is not None:
+        key = traced_key(generator)
+        return tools.wrap(tools.each(traced_piece, *facts, _traced_spans(tools, layout), key, layout.device), layout)
+    drawn = next_key(generator)
+    run = partial(tools.each, piece, *facts, box(layout), drawn, layout.device)
+    return tools.wrap(watched("shardwise.draw", (how, layout, drawn), None, run), layout)
 
 
 def _complex(tools: Any, layout: Layout, how: Draw, generator: Generator | None) -> Any:

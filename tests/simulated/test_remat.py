@@ -748,3 +748,17 @@ def test_families(family: save.Policy, inside: list[str], outside: list[str]) ->
     for names, keeps in ((inside, True), (outside, False)):
         for name in names:
             assert family.choose(Made(name)).saves is keeps, name
+
+
+def test_random_numbers_of_a_factory_that_is_left_out() -> None:
+    """What the second run draws with the keys of another draw is another value, and an error where it is needed."""
+    mesh = sw.init_mesh(dp=2)
+    x, memo = sw.ones(6, 8, mesh=mesh, placements=[Shard(0)], requires_grad=True), []
+
+    def function(x: Any) -> Any:
+        if not memo:
+            memo.append(sw.rand(6, 8, mesh=mesh))
+        return (x * memo[0]).sin() * sw.rand(6, 8, mesh=mesh)
+
+    with pytest.raises(RematError, match="is not the same the second time"):
+        remat(function, x, save=save.nothing).sum().backward()
