@@ -105,17 +105,6 @@ def test_no_graph_no_block() -> None:
 # ── what is kept, and for how long ────────────────────────────────────────────────────────────────────────────────────
 
 
-def counted(function: Any, names: set[str]) -> tuple[Any, list[str]]:
-    """A function whose products of matrices and sines are counted when they run."""
-    ran: list[str] = []
-
-    def hooked(x: Any) -> Any:
-        with Counting(ran, names):
-            return function(x)
-
-    return hooked, ran
-
-
 class Counting(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self, ran: list[str], names: set[str]) -> None:
         super().__init__()
@@ -237,7 +226,6 @@ def test_thousands_of_steps(axes: dict[str, int]) -> None:
 
 
 def test_collectives_are_not_made_twice() -> None:
-    block, x = model_and_input(sw.init_mesh(tp=4))
     block, x = model_and_input(sw.init_mesh(dp=2, tp=2))
 
     def collectives(function: Any) -> tuple[int, int]:
@@ -283,7 +271,7 @@ def test_ways_in_are_not_asked_twice() -> None:
 
     with sw.trace_comm() as log:
         out = remat(function, x, save=save.collectives).sum()
-    assert log.counts() == {"shapes": 1, "broadcast": 1, "all_gather": 1, "all_reduce": 1} or len(log.records) >= 3
+    assert log.counts()["shapes"] == log.counts()["broadcast"] == 1
     with sw.trace_comm() as log:
         out.backward()
     assert not {"shapes", "broadcast"} & log.counts().keys()
@@ -541,7 +529,6 @@ def test_writing_between_forward_and_backward_is_refused() -> None:
     y.detach().add_(1)
     with pytest.raises(RematError, match="an argument of the block was written to before the backward"):
         out.sum().backward()
-    out = remat(lambda x: x.sin() @ w, x, save=save.everything)
     kept: list[Tensor] = []
     out = remat(lambda x: (kept.append(x.sin().detach()) or x.sin()).exp() * w, x, save=save.everything)
     kept[0].add_(1)
