@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 import random
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, given, note, seed, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -22,8 +25,12 @@ from shardwise.remat import kept_values
 from shardwise.remat.values import Value
 from shardwise.save import Choice, Made
 from tests.blocks import POLICIES, Block, gradients, model_and_input, plain, products, same
+from tests.conftest import SEED
+from tests.laws import distributed
+from tests.simulated.test_programs import describe, programs, run
 
 MESHES: list[dict[str, int]] = [{}, {"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 3}]
+COUNT = int(os.environ.get("SHARDWISE_PROGRAMS", "40"))
 
 
 def world(axes: dict[str, int]) -> Any:
@@ -749,3 +756,38 @@ def test_random_numbers_of_a_factory_that_is_left_out() -> None:
 
     with pytest.raises(RematError, match="is not the same the second time"):
         remat(function, x, save=save.nothing).sum().backward()
+
+
+# ── random programs ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def results(function: Any, inputs: list[Any]) -> list[Tensor]:
+    """The values of a program and the gradients of its inputs."""
+    spread = [x.detach().clone().requires_grad_() for x in inputs]
+    torch.manual_seed(0)
+    values = function(*spread)
+    sum(v.square().sum() for v in values).backward()
+    return [plain(v).detach() for v in values] + [plain(x.grad) for x in spread if x.grad is not None]
+
+
+@seed(SEED)
+@settings(max_examples=COUNT, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(programs(), st.sampled_from(list(POLICIES.values())), st.booleans())
+def test_random_programs(program: Any, policy: save.Policy, nested: bool) -> None:
+    axes, inputs, layouts, steps = program
+    note(describe(*program))
+    mesh = sw.init_mesh(**axes)
+    spread = [distributed(x, mesh, p) for x, p in zip(inputs, layouts, strict=True)]
+
+    def function(*values: Any) -> list[Any]:
+        return run(steps, list(values))[len(values) :]
+
+    def twice(*values: Any) -> list[Any]:
+        inner = (lambda *xs: remat(function, *xs, save=policy)) if nested else function
+        return remat(inner, *values, save=policy)
+
+    if steps:
+        want, got = results(function, spread), results(twice, spread)
+        for i, (one, other) in enumerate(zip(got, want, strict=True)):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=lambda m, i=i: f"value {i}: {m}")
+    assert kept_values() == 0
