@@ -22,12 +22,10 @@ import argparse
 import gc
 import importlib
 import importlib.util
-import logging
 import os
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -35,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from step import in_short, own_code
+from step import be_quiet, in_short, own_code
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -334,11 +332,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    # Warnings of torch, of its compiler and of its profiler would stand between the rows of the table.
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    os.environ["KINETO_LOG_LEVEL"] = "99"
-    torch.set_num_threads(1)
+    be_quiet()
     sizes = ", ".join(f"{name} {getattr(options, name)}" for name in DEFAULTS["cpu"])
     title = f"torch {torch.__version__}, {options.device}{', compiled' * options.compiled}"
     print(f"{title}: {sizes}", flush=True)

@@ -342,13 +342,17 @@ def start(device: str) -> None:
         dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
 
 
-def main() -> None:
-    options = parse()
-    # Warnings of torch, of its compiler and of its profiler would stand between the rows of the table.
+def be_quiet() -> None:
+    """One thread, and no warnings of torch, of its compiler and of its profiler between the rows of a table."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.environ["KINETO_LOG_LEVEL"] = "99"
     torch.set_num_threads(1)
+
+
+def main() -> None:
+    options = parse()
+    be_quiet()
     torch.manual_seed(0)
     start(options.device)
     sizes = ", ".join(f"{name} {getattr(options, name)}" for name in DEFAULTS["cpu"])
