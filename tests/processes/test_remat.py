@@ -31,7 +31,7 @@ def test_gradients_are_those_of_the_block_itself(ranks: int, axes: dict[str, int
     assert pool(ranks).run(every_policy, axes) == [[]] * ranks
 
 
-def traced(axes: dict[str, int], how: str) -> list[str]:
+def traced(axes: dict[str, int], how: str, names: list[str]) -> list[str]:
     """The same for programs that are captured or compiled, which are compared with the program without blocks."""
     block, x = model_and_input(sw.init_mesh(**axes))
 
@@ -42,14 +42,15 @@ def traced(axes: dict[str, int], how: str) -> list[str]:
     want = gradients(block, x, program(lambda x: block(x)))
     return [
         name
-        for name in ("nothing", "default")
+        for name in names
         if not same(gradients(block, x, program(lambda x: remat(block, x, save=POLICIES[name]))), want)  # noqa: B023
     ]
 
 
+@pytest.mark.parametrize("names", [["nothing", "default"], pytest.param(list(POLICIES), marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("how", ["captured", "aot_eager"])
-def test_gradients_of_traced_programs(how: str, pool: Any) -> None:
-    assert pool(2).run(traced, {"tp": 2}, how) == [[]] * 2
+def test_gradients_of_traced_programs(how: str, names: list[str], pool: Any) -> None:
+    assert pool(2).run(traced, {"tp": 2}, how, names, timeout=300) == [[]] * 2
 
 
 def collectives(axes: dict[str, int]) -> list[tuple[int, int]]:
