@@ -28,6 +28,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="takes minutes: --slow runs it"))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test draws the same numbers, whichever tests ran before it in its worker."""
+    torch.manual_seed(SEED)
+
+
 HEAVY = [Path(__file__).parent / name for name in ("processes", "compiled")]
 
 

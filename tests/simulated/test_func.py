@@ -16,7 +16,10 @@ import shardwise as sw
 from shardwise import DTensor, OperatorError, Replicate, Shard
 from tests.laws import MESHES, equal
 
-X, W, B = torch.randn(4, 6), torch.randn(6, 8), torch.randn(8)
+#: In doubles: the second derivative of a determinant loses four digits, and which ones depends on the processor.
+X, W, B = (
+    torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7)) for shape in [(4, 6), (6, 8), (8,)]
+)
 PLACEMENTS = [Replicate()], [Shard(0)], [Shard(-1)]
 
 
@@ -26,7 +29,7 @@ def like_dense(function: Callable[..., Any], *tensors: Tensor, placements: Any =
     for placement in placements:
         spread = [sw.distribute_tensor(t, MESHES["2"], placement) for t in tensors]
         for one, other in zip(_flat(function(*spread)), want, strict=True):
-            torch.testing.assert_close(_plain(one), other, atol=1e-4, rtol=1e-4, equal_nan=True)
+            torch.testing.assert_close(_plain(one), other, atol=1e-8, rtol=1e-8, equal_nan=True)
 
 
 def _plain(x: Any) -> Any:
@@ -47,7 +50,7 @@ def pulled_back(w: Tensor, x: Tensor, b: Tensor) -> Any:
 
 
 def pushed_forward(w: Tensor, x: Tensor, b: Tensor) -> Any:
-    return jvp(lambda w, b: torch.tanh(x @ w + b), (w, b), (torch.ones(6, 8), torch.ones_like(b)))
+    return jvp(lambda w, b: torch.tanh(x @ w + b), (w, b), (torch.ones_like(W), torch.ones_like(b)))
 
 
 def per_sample(w: Tensor, x: Tensor, b: Tensor) -> Any:
@@ -82,7 +85,7 @@ def test_transforms_mean_what_they_mean_on_one_device(function: Callable[..., An
         lambda x: torch.softmax(x, -1),
         lambda x: x.sum(),
         lambda x: x[torch.tensor([0, 2])],
-        lambda x: x.clone().add_(1).index_put((torch.tensor([0, 1]),), torch.tensor([1.0, 2.0])),
+        lambda x: x.clone().add_(1).index_put((torch.tensor([0, 1]),), X.new_tensor([1.0, 2.0])),
         lambda x: x.sort()[0],
         lambda x: torch.cat([x, x]).var(),
         lambda x: vmap(lambda y: y * x.sum())(x),
@@ -96,7 +99,7 @@ def test_vmap_over_a_dim_that_is_cut_or_not(function: Callable[..., Any]) -> Non
 
 
 def test_gradients_of_each_sample_of_a_module() -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3)).double()
     names = [name for name, _ in model.named_parameters()]
 
     def of_one(parameters: Any, x: Tensor) -> Tensor:
@@ -128,9 +131,9 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "cumsum": lambda x: x.cumsum(0),
     "sort": lambda x: x.sort(0)[0],
     "cross_entropy": lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, 3])),
-    "binary_cross_entropy": lambda x: F.binary_cross_entropy_with_logits(x, torch.ones(4, 6)),
+    "binary_cross_entropy": lambda x: F.binary_cross_entropy_with_logits(x, X.new_ones(4, 6)),
     "det": lambda x: torch.linalg.det(x[:4, :4]),
-    "attention": lambda x: F.scaled_dot_product_attention(*[x.view(2, 1, 2, 6)] * 3, attn_mask=torch.ones(2, 2)),
+    "attention": lambda x: F.scaled_dot_product_attention(*[x.view(2, 1, 2, 6)] * 3, attn_mask=X.new_ones(2, 2)),
     "convolution": lambda x, w: F.conv1d(x.view(2, 2, 6), w.view(4, 2, 6)),
 }
 
@@ -151,7 +154,7 @@ def test_forward_mode(name: str, tangents: str) -> None:
 
 
 def _tangent(primal: Tensor, kind: str) -> Tensor:
-    tangent = torch.randn(primal.shape, generator=torch.Generator().manual_seed(primal.ndim))
+    tangent = torch.randn(primal.shape, dtype=primal.dtype, generator=torch.Generator().manual_seed(primal.ndim))
     if kind == "plain" or not isinstance(primal, DTensor):
         return tangent
     return sw.distribute_tensor(tangent, primal.mesh, primal.layout if kind == "alike" else [Shard(primal.ndim - 1)])
@@ -160,7 +163,7 @@ def _tangent(primal: Tensor, kind: str) -> Tensor:
 def test_a_plain_tangent_is_spread_like_its_primal() -> None:
     x = sw.distribute_tensor(X, MESHES["2"], [Shard(0)])
     with fwAD.dual_level(), sw.communication("forbid"):
-        tangent = fwAD.unpack_dual(fwAD.make_dual(x, torch.ones(4, 6)).sin()).tangent
+        tangent = fwAD.unpack_dual(fwAD.make_dual(x, X.new_ones(4, 6)).sin()).tangent
     assert isinstance(tangent, DTensor) and tangent.placements == (Shard(0),)
     equal(tangent, X.cos(), "tangent of sin")
 
