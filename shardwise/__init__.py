@@ -1,6 +1,6 @@
 """Shardwise: distributed tensors that mean what one device means."""
 
-from . import flex, save  # noqa: F401  flex teaches torch, when imported
+from . import flex, p2p, save  # noqa: F401  flex teaches torch, when imported
 from .comm import Bundle, communication, init_mesh, simulate, trace_comm
 from .comm.calibrate import calibrate
 from .compiled import Program, capture, compile, compile_report, load_artifacts, save_artifacts
@@ -61,6 +61,7 @@ __all__ = [
     "layout",
     "load_artifacts",
     "ones",
+    "p2p",
     "plan",
     "rand",
     "randint",

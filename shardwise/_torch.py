@@ -31,6 +31,7 @@ __all__ = [
     "HAS_KEYS",
     "LOOKS_FOR_VIEWS",
     "READS_ATTRIBUTES",
+    "AsyncTensor",
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
@@ -40,6 +41,8 @@ __all__ = [
     "artifacts_of_block",
     "base_of",
     "below_autograd",
+    "coalesce",
+    "coalesces",
     "collectives",
     "compile_graph",
     "compile_local",
@@ -78,6 +81,7 @@ __all__ = [
     "raw_call",
     "rebuilt",
     "register_group",
+    "register_work",
     "rule_for",
     "schema",
     "trace_local",
@@ -242,6 +246,23 @@ collectives: Any = torch.ops._c10d_functional
 #: A name of our own for a process group, equal on every rank, so that a traced graph holds nothing of one rank.
 register_group: Any = _distributed_c10d._register_process_group
 unregister_group: Any = _distributed_c10d._unregister_process_group
+
+#: The work that fills a tensor, where `wait_tensor` finds it: a traced program holds tensors, and no work.
+register_work: Any = _distributed_c10d._register_work
+
+
+def coalesces(group: Any, device: torch.device) -> bool:
+    """Whether a group's backend for a device launches many messages as one."""
+    return bool(group._get_backend(device).supports_coalescing)
+
+
+def coalesce(group: Any, device: torch.device) -> Any:
+    """Messages begun inside the block are one launch, whose works the block's value has."""
+    return torch.distributed.distributed_c10d._coalescing_manager(group, device, async_ops=True)
+
+
+#: A tensor that waits for the work that fills it when it is first used.
+AsyncTensor: Any = torch.distributed._functional_collectives.AsyncCollectiveTensor
 
 
 _c10d: Any = torch.distributed.distributed_c10d

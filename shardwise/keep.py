@@ -18,7 +18,7 @@ T = TypeVar("T")
 class Watcher(Protocol):
     """One who is asked."""
 
-    def result(self, operator: str, key: Hashable, x: Tensor | None, run: Callable[[], Any]) -> Any:
+    def result(self, operator: str, key: Hashable, x: Tensor | tuple[Tensor, ...] | None, run: Callable[[], Any]) -> Any:
         """What comes of a communication of `x`, or a draw, that `key` describes: what `run` gives, or has given before."""
 
 
@@ -42,7 +42,12 @@ def watch_as_before(watchers: tuple[Watcher, ...]) -> None:
     _watchers.now = watchers
 
 
-def watched(operator: str, key: Hashable, x: Tensor | None, run: Callable[[], T]) -> T:
+def is_watched() -> bool:
+    """Whether anyone watches this thread."""
+    return bool(_watchers.now)
+
+
+def watched(operator: str, key: Hashable, x: Tensor | tuple[Tensor, ...] | None, run: Callable[[], T]) -> T:
     """The result of a communication or a draw, by way of all who watch this thread.
 
     >>> import torch

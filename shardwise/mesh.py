@@ -149,6 +149,22 @@ class Mesh(metaclass=OpaqueBaseMeta):
         """The `text`; a traced program may call methods of constants, and not read all attributes."""
         return self.text
 
+    def write_root(self) -> str:
+        """The `text` of the root."""
+        return self.root.text
+
+    def named(self, axis: str | None) -> str:
+        """The axis that is meant: the given one, or the only one there is.
+
+        >>> Mesh(("dp", "tp"), (2, 2), range(4), "cpu", "simulated")["tp"].named(None)
+        'tp'
+        """
+        if axis is None and len(self.axes) > 1:
+            raise MeshError(f"mesh {self} has several axes; name one of them: axis={self.axes[0]!r}")
+        axis = self.axes[0] if axis is None else axis
+        self.size_of(axis)
+        return axis
+
     def alias(self, axes: tuple[str, ...]) -> str:
         """The name, equal on every rank, of the process group over `axes`."""
         return f"sw:{self.root.fingerprint}:{','.join(axes)}"

@@ -185,7 +185,7 @@ _COLLECTIVES = frozenset(("_c10d_functional", "c10d_functional", "_c10d_function
 #: Moves of a DTensor between layouts: in eager programs, and the operators of traced ones.
 _MOVES = frozenset(
     f"shardwise.{name}"
-    for name in ("move", "exchange", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+    for name in ("move", "exchange", "messages", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 )
 _OWN = frozenset(("aten", "prim", "prims", "inductor", "shardwise", "higher_order", "rngprims", "quantized", *_COLLECTIVES))
 

@@ -7,7 +7,7 @@ always given in the order of the root mesh; a group's ranks are ordered by `mesh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import OperatorError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh
+from .messages import Batch
 
 #: Elements for each of a group, in group order; they may differ from rank to rank.
 Counts = tuple[int, ...] | PerRank
@@ -44,6 +45,10 @@ class Door(Protocol):
 
     def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """x is 1-D: `send[i]` elements go to the i-th of the group, `receive[i]` come from it; a 1-D result."""
+
+    def exchange(self, sent: Sequence[Tensor], batch: Batch) -> list[Tensor]:
+        """What a rank receives (zeros where nobody sends to it) of tensors that ranks send to one another; tensors may still
+        be on their way, and have to be waited for."""
 
     def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
         """The value that the first place of the mesh's root holds, on every rank."""

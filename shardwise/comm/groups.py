@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ from .direct import all_reduce as direct_all_reduce
 from .direct import is_eager
 from .direct import reduce_scatter as direct_reduce_scatter
 from .door import Counts, check_chunks, same_ndim
+from .messages import Batch
+from .post import Message, deliver
 from .trace import current, mark_specific
 from .wire import combine, packed, unpacked, wire
 
@@ -64,12 +66,13 @@ torch.library.register_fake("shardwise::rank_number", _rank_number_fake)
 class Group(NamedTuple):
     """A process group by the name it goes by, and its size; one rank alone needs no group, and a rank outside has none.
 
-    `hosts` is the process group itself where its ranks are hosts that send straight to each other.
+    `process` is the process group itself, `hosts` too where its ranks are hosts that send straight to each other.
     """
 
     alias: str
     size: int
     hosts: Any = None
+    process: Any = None
 
 
 class Processes:
@@ -80,6 +83,7 @@ class Processes:
         self._groups: dict[tuple[Mesh, tuple[str, ...]], Group] = {}
         self._places: dict[Mesh, int] = {}
         self._ready: set[Mesh] = set()
+        self._met: set[str] = set()
 
     def prepare(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
         """The group of this rank over `axes`, made if it is not there yet; collective over the group."""
@@ -116,6 +120,7 @@ class Processes:
         self._groups.clear()
         self._places.clear()
         self._ready.clear()
+        self._met.clear()
         self._job = weakref.ref(job)
 
     def _make(self, root: Mesh, axes: tuple[str, ...]) -> Group:
@@ -123,8 +128,9 @@ class Processes:
         places = root.peers(place, axes) if place >= 0 else ()
         group = Group(root.alias(axes), len(places))
         if group.size > 1:
-            made = _group_over(tuple(root.ranks[place] for place in places))
-            group = group._replace(hosts=made if root.device == "cpu" and dist.get_backend(made) == "gloo" else None)
+            made = group_over(tuple(root.ranks[place] for place in places))
+            hosts = made if root.device == "cpu" and dist.get_backend(made) == "gloo" else None
+            group = Group(group.alias, group.size, hosts, made)
             unregister_group(group.alias)  # another door of this process may have registered it
             register_group(group.alias, made)
         self._groups[root, axes] = group
@@ -145,7 +151,7 @@ class Processes:
 
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce over the group."""
-        alias, size, hosts = self.prepare(mesh, axes)
+        alias, size, hosts, _ = self.prepare(mesh, axes)
         if size == 0:
             return Absent(x.shape, x.dtype, mesh)
         if size == 1 or x.numel() == 0:
@@ -159,7 +165,7 @@ class Processes:
 
     def all_gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Concatenate the group's tensors along dim 0."""
-        alias, size, hosts = self.prepare(mesh, axes)
+        alias, size, hosts, _ = self.prepare(mesh, axes)
         if size == 0:
             return Absent((len(mesh.peers(0, axes)) * x.shape[0], *x.shape[1:]), x.dtype, mesh)
         if size == 1:
@@ -172,7 +178,7 @@ class Processes:
 
     def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce over the group and keep this rank's chunk of dim 0."""
-        alias, size, hosts = self.prepare(mesh, axes)
+        alias, size, hosts, _ = self.prepare(mesh, axes)
         ranks = size or len(mesh.peers(0, axes))
         check_chunks(x.shape[0], ranks, axes)
         if size == 0:
@@ -190,20 +196,44 @@ class Processes:
 
     def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Send and receive so many elements to and from each of the group."""
-        alias, size, _ = self.prepare(mesh, axes)
+        alias, size, *_ = self.prepare(mesh, axes)
         if size == 0:
             return Absent((sum(_here(receive, 0)),), x.dtype, mesh)
         if size == 1:
             return x.clone(memory_format=torch.contiguous_format)
         place = self.place(mesh)
-        if current() is not None and _varies((receive, send), len(mesh.ranks)):
+        if current() is not None and varies((receive, send), len(mesh.ranks)):
             mark_specific()
         coming, going = list(_here(receive, place)), list(_here(send, place))
         return unpacked(_wait(_all_to_all(packed(x), coming, going, alias)), x.dtype)
 
+    def exchange(self, sent: Sequence[Tensor], batch: Batch) -> list[Tensor]:
+        """Begin to send and to receive; every tensor that is received is registered with its work."""
+        mesh, place = batch.mesh, self.place(batch.mesh)
+        shapes = [batch.shape(index, max(place, 0)) for index in range(len(batch.shapes))]
+        if place < 0:
+            return [Absent(shape, kind, mesh) for shape, kind in zip(shapes, batch.dtypes, strict=True)]
+        group, peers = self._post(batch), mesh.peers(place, batch.axes)
+        outs = [torch.zeros(shape, dtype=kind, device=mesh.device) for shape, kind in zip(shapes, batch.dtypes, strict=True)]
+        going = [Message(sent[index], peers.index(goal)) for index, goal in batch.going(place)]
+        coming = [Message(outs[index], peers.index(source)) for index, source in batch.coming(place)]
+        deliver(going, coming, outs, group)
+        return outs
+
+    def _post(self, batch: Batch) -> Any:
+        """The process group that carries a batch. Where its ranks must all meet before some of them send, they do so once."""
+        group = self.prepare(batch.mesh, batch.axes)
+        made = group.process
+        if made is None:  # a rank alone
+            made = group_over((dist.get_rank(),))
+        if batch.mesh.device != "cpu" and group.alias not in self._met and not batch.alone:
+            self._met.add(group.alias)
+            made.allreduce([torch.zeros(1, device=batch.mesh.device)]).wait()
+        return made
+
     def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
         """The first place's value."""
-        alias, size, _ = self.prepare(mesh, mesh.root.axes)
+        alias, size, *_ = self.prepare(mesh, mesh.root.axes)
         if size == 0:
             return Absent(x.shape, x.dtype, mesh)
         if size == 1 or x.numel() == 0:
@@ -227,7 +257,7 @@ class Processes:
         place = self.place(mesh)
         if place < 0:
             return self._on_shapes(function, mesh, args)
-        if current() is not None and _varies(args, len(mesh.ranks)):
+        if current() is not None and varies(args, len(mesh.ranks)):
             mark_specific()
         return function(*_here(args, place))
 
@@ -279,7 +309,7 @@ class Processes:
         return same_ndim(tuple(tuple(row[1 : 1 + row[0]]) for row in rows))
 
 
-def _group_over(ranks: tuple[int, ...]) -> Any:
+def group_over(ranks: tuple[int, ...]) -> Any:
     """The process group over these ranks, the same for every mesh that needs it."""
     if ranks == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
@@ -296,12 +326,12 @@ def _here(value: Any, place: int) -> Any:
     return kind([_here(item, place) for item in value]) if kind is tuple or kind is list else value
 
 
-def _varies(value: Any, places: int) -> bool:
+def varies(value: Any, places: int) -> bool:
     """Whether a PerRank in `value` (through lists, tuples and dictionaries) is not the same at every place."""
     if isinstance(value, PerRank):
         return any(value.at(place) != value.at(0) for place in range(places))
     several = value.values() if isinstance(value, dict) else value
-    return isinstance(value, list | tuple | dict) and any(_varies(item, places) for item in several)
+    return isinstance(value, list | tuple | dict) and any(varies(item, places) for item in several)
 
 
 def _table(value: PerRank, root: Mesh) -> list[int]:

@@ -6,8 +6,9 @@ Reads what passes through the door, gives records. Changes nothing of what passe
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..layout import PerRank
 from ..mesh import Mesh
 from .context import Setting, caller
 from .door import Counts, Door
+from .messages import Batch
 from .simulated import Bundle
 
 
@@ -172,6 +174,12 @@ class Recorder:
             self._write("all_to_all", axes, x.element_size() * _most_received(receive, mesh, axes))
         return self._door.all_to_all(x, send, receive, mesh, axes)
 
+    def exchange(self, sent: Sequence[Tensor], batch: Batch) -> list[Tensor]:
+        """Record a batch of messages."""
+        if (most := max(_received(batch, place) for place in range(len(batch.mesh.ranks)))) >= 0:
+            self._write("p2p", batch.axes, most)
+        return self._door.exchange(sent, batch)
+
     def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
         """Record a broadcast."""
         self._count("broadcast", _size(x), mesh, mesh.root.axes)
@@ -214,6 +222,12 @@ def _group_size(mesh: Mesh, axes: tuple[str, ...]) -> int:
 def _size(x: Tensor) -> int:
     """The bytes of the largest piece."""
     return x.element_size() * max(piece.numel() for piece in (x.pieces if isinstance(x, Bundle) else (x,)))
+
+
+def _received(batch: Batch, place: int) -> int:
+    """The bytes that come to a place from others; -1 where nothing does."""
+    coming = [index for index, source in batch.coming(place) if source != place]
+    return sum(math.prod(batch.shape(i, place)) * batch.dtypes[i].itemsize for i in coming) if coming else -1
 
 
 def _most_received(receive: tuple[int, ...] | PerRank, mesh: Mesh, axes: tuple[str, ...]) -> int:

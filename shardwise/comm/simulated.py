@@ -22,6 +22,7 @@ from ..errors import MeshError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh
 from .door import Counts, check_chunks, same_ndim
+from .messages import Batch, pairs, refuse, said, told
 from .wire import combine
 
 # ── Bundle ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -266,6 +267,21 @@ class Simulated:
                     )
                 out[place] = torch.cat(coming)
         return Bundle(out[place] for place in range(len(pieces)))
+
+    def exchange(self, sent: Sequence[Tensor], batch: Batch) -> list[Tensor]:
+        """Copy every message from the place that sends it to the one that receives it."""
+        mesh, places = batch.mesh, range(len(batch.mesh.ranks))
+        held = [_pieces(x, mesh) for x in sent]
+        out = [
+            [torch.zeros(batch.shape(i, place), dtype=kind, device=mesh.device) for place in places]
+            for i, kind in enumerate(batch.dtypes)
+        ]
+        for pair in pairs(batch):
+            mine = [told(pieces[pair.sender]) for pieces in held]
+            if pair.sent is None or pair.received is None or mine[pair.sent] != said(batch, pair):
+                refuse(batch, pair, mine)
+            out[pair.received][pair.receiver] = held[pair.sent][pair.sender].clone(memory_format=torch.contiguous_format)
+        return [Bundle(pieces) for pieces in out]
 
     def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
         """The first piece, copied to every place."""

@@ -281,4 +281,5 @@ def _starts(func: Any) -> bool:
     """Whether an operator gives what a wait takes."""
     if not isinstance(func, OpOverload) or func is WAIT:
         return False
-    return func.namespace == "_c10d_functional" or func is torch.ops.shardwise.exchange.default
+    own = (torch.ops.shardwise.exchange.default, torch.ops.shardwise.messages.default)
+    return func.namespace == "_c10d_functional" or func in own

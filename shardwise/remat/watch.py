@@ -178,17 +178,17 @@ class Watch(TorchDispatchMode):
             call.told = ", ".join(describe(facts_of_tensor(x)) for x in tensors(out)) or repr(out)
         return out
 
-    def result(self, operator: str, key: Hashable, x: Tensor | None, run: Callable[[], Any]) -> Any:
+    def result(self, operator: str, key: Hashable, x: Tensor | tuple[Tensor, ...] | None, run: Callable[[], Any]) -> Any:
         """What comes of a communication of a local value or a draw, for the operator that is running, or for the user."""
         if self._quiet:
             return run()
         facts = DRAW if operator == DRAW.name else MOVE
-        what = self._current or (None if x is None else self.run.value(x))
+        what = self._current or (None if x is None else tuple(map(self.run.value, tensors(x))))
         call = self.run.call((facts, what, key), facts.name, self.run.region)
         with self.unseen():
             out = self.whole(call, facts, run)
-        if isinstance(out, Tensor):
-            self._give(out, call.results[0])
+        for place, made in enumerate(tensors(out)):
+            self._give(made, call.result(place))
         return out
 
     def region(self, region: Any, name: str, inputs: Sequence[Any], writes: Sequence[int], run: Callable[[], Any]) -> Any:

@@ -1,0 +1,362 @@
+"""`batch`, `send`, `recv`, `wait`: tensors that ranks send straight to one another, in one launch, forward and backward.
+
+A traced program holds one operator for a batch, with its routes as text, and one wait for each tensor that comes of it; the
+backward is the batch reversed. Where nothing is traced, what was received waits when it is first used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._torch import AsyncTensor, collectives, keep_alive
+from ..comm import Bundle, PerRank, door
+from ..comm.groups import varies
+from ..comm.messages import Batch, Shape, check_matched, check_shapes
+from ..comm.post import finish
+from ..comm.trace import mark_specific
+from ..errors import MeshError, OperatorError
+from ..identity import LIBRARY
+from ..keep import is_watched, watched
+from ..mesh import Mesh
+from ..tensor import DTensor
+
+wait_tensor = collectives.wait_tensor.default
+
+# ── what a user says ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Peer(NamedTuple):
+    """Whom a rank sends to or receives from: a route as text, on the mesh of a text (none: the whole job)."""
+
+    mesh: str
+    route: str
+
+
+class Send(NamedTuple):
+    """A tensor to send."""
+
+    x: Tensor
+    to: Peer
+
+
+class Receive(NamedTuple):
+    """A tensor to receive."""
+
+    shape: Any
+    dtype: torch.dtype
+    source: Peer
+
+
+def peer(
+    mesh: Mesh,
+    axis: str | None = None,
+    *,
+    shift: int | None = None,
+    permutation: Sequence[int] | None = None,
+    wrap: bool = True,
+) -> Peer:
+    """The rank that stands `shift` further along an axis of a mesh, or at the coordinate that a permutation says.
+
+    With `wrap=False` the ends of the axis have no neighbour; a permutation says -1 for none.
+
+    >>> import shardwise as sw
+    >>> peer(sw.init_mesh(dp=2, pp=4), "pp", shift=1).route
+    'shift +1 wrap pp'
+    """
+    if (shift is None) == (permutation is None):
+        raise MeshError(f"a peer is told by shift= or by permutation=, got {shift} and {permutation}")
+    if permutation is None:
+        return Peer(mesh.write_root(), f"shift {shift:+d} {'wrap' if wrap else 'end'} {mesh.named(axis)}")
+    numbers = ",".join([str(number) for number in permutation])
+    return Peer(mesh.write_root(), f"table {numbers} {mesh.named(axis)}")
+
+
+def send(x: Tensor, to: int | Mapping[int, int] | Peer | None = None, **along: Any) -> Send:
+    """A tensor to send: to a rank, to a rank for each rank that sends (`{0: 1, 2: 3}`), or along an axis (see `peer`).
+
+    >>> import shardwise as sw
+    >>> mesh = sw.init_mesh(pp=4)
+    >>> send(torch.ones(2), mesh=mesh, axis="pp", shift=1).to.route, send(torch.ones(2), to={0: 3}, mesh=mesh).to.route
+    ('shift +1 wrap pp', 'ranks 0>3')
+    """
+    local, along = _local(x, along)
+    return Send(local, _peer(to, along))
+
+
+def recv(
+    shape: Sequence[int] | Sequence[Sequence[int]],
+    dtype: torch.dtype = torch.float32,
+    source: int | Mapping[int, int] | Peer | None = None,
+    **along: Any,
+) -> Receive:
+    """A tensor to receive: from a rank, from a rank for each one that receives (`{1: 0, 3: 2}`), or along an axis (see `peer`).
+
+    Its shape is one for all ranks, or a list of shapes, one for each rank of the mesh. A rank that nobody sends to gets zeros.
+
+    >>> import shardwise as sw
+    >>> recv((2,), torch.float32, mesh=sw.init_mesh(pp=4), axis="pp", shift=-1).source.route
+    'shift -1 wrap pp'
+    """
+    return Receive(shape, dtype, _peer(source, along))
+
+
+def _local(x: Tensor, along: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """What a rank holds of a tensor, and the mesh that it need not name then."""
+    if isinstance(x, DTensor):
+        return x.to_local(), {"mesh": x.mesh, **along}
+    return x, along
+
+
+def _peer(told: Any, along: dict[str, Any]) -> Peer:
+    if told is None:
+        return peer(**along)
+    if isinstance(told, Peer):
+        return told
+    mesh = along.get("mesh")
+    text = "" if mesh is None else mesh.write_root()
+    if isinstance(told, Mapping):
+        return Peer(text, "ranks " + ",".join([f"{one}>{other}" for one, other in told.items()]))
+    return Peer(text, f"rank {told}")
+
+
+def batch(ops: Iterable[Send | Receive]) -> tuple[Tensor, ...]:
+    """Send and receive together; what is received, in the order of the receives.
+
+    The n-th tensor that one rank sends to another is the n-th that this one receives from it. Every rank of the mesh takes part
+    unless ranks are named by number alone (`to=3`): then those that send or receive. What comes waits when it is first used, or
+    by `wait`. The backward sends gradients the other way.
+
+    >>> import shardwise as sw
+    >>> mesh = sw.init_mesh(pp=3)
+    >>> x = sw.Bundle([torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])])
+    >>> y, = batch([send(x, mesh=mesh, shift=1, wrap=False), recv((1,), mesh=mesh, shift=-1, wrap=False)])
+    >>> y.pieces
+    (tensor([0.]), tensor([1.]), tensor([2.]))
+    """
+    ops = list(ops)
+    sends, receives = [op for op in ops if isinstance(op, Send)], [op for op in ops if isinstance(op, Receive)]
+    dims, sizes = _sizes([op.shape for op in receives])
+    told = (
+        _mesh_of([op.to for op in sends] + [op.source for op in receives]),
+        [op.to.route for op in sends],
+        [op.source.route for op in receives],
+        [op.dtype for op in receives],
+        dims,
+        sizes,
+    )
+    sent = [op.x for op in sends]
+    if torch.compiler.is_compiling():
+        return tuple(torch.ops.shardwise.p2p(sent, *told, LIBRARY.key()))[: len(receives)]
+    read = _read(sent, *told)
+    if all(type(x) is Tensor for x in sent):
+        check_shapes(read, sent, max(door(read.mesh).place(read.mesh), 0))
+    return tuple(exchange(sent, read))
+
+
+def wait(*tensors: Tensor) -> Any:
+    """Tensors that were received, when they are there; without any, everything that was sent by batches that only send.
+
+    >>> wait(torch.ones(2))
+    tensor([1., 1.])
+    """
+    if not tensors:
+        return finish()
+    found = tuple(_Settled.apply(x) if isinstance(x, AsyncTensor) else x for x in tensors)
+    return found if len(found) > 1 else found[0]
+
+
+def _mesh_of(peers: Sequence[Peer]) -> str:
+    """The one mesh that a batch is on."""
+    if not peers:
+        raise OperatorError("p2p.batch takes at least one send or receive, got none")
+    for one in peers:
+        if one.mesh != peers[0].mesh:
+            raise MeshError(
+                f"the messages of a batch are on one mesh, got {one.mesh or 'the whole job'} and "
+                f"{peers[0].mesh or 'the whole job'}; give each send and receive the same mesh="
+            )
+    return peers[0].mesh
+
+
+def _sizes(shapes: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Shapes as one list of sizes, and the number of dims of each; below zero, less one, where each place has its own."""
+    dims, sizes = [], []
+    for shape in shapes:
+        if len(shape) and isinstance(shape[0], Sequence):
+            dims.append(-1 - len(shape[0]))
+            for one in shape:
+                sizes += list(one)
+        else:
+            dims.append(len(shape))
+            sizes += list(shape)
+    return dims, sizes
+
+
+# ── a batch, read ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _read(  # noqa: PLR0913  as the operator
+    sent: Sequence[Tensor], mesh: str, goals: Any, sources: Any, dtypes: Any, dims: Sequence[int], sizes: Sequence[int]
+) -> Batch:
+    on = Mesh.read(mesh) if mesh else _whole_job(sent)
+    shapes: list[Shape] = []
+    rest = list(sizes)
+    for count in dims:
+        places = 1 if count >= 0 else len(on.ranks)
+        each = [
+            tuple(rest[i * width : (i + 1) * width]) for width in [count if count >= 0 else -1 - count] for i in range(places)
+        ]
+        rest = rest[sum(map(len, each)) :]
+        shapes.append(each[0] if count >= 0 else PerRank(each.__getitem__))
+    return Batch(on, tuple(goals), tuple(sources), tuple(shapes), tuple(dtypes))
+
+
+def _whole_job(sent: Sequence[Tensor]) -> Mesh:
+    """All ranks there are, as a mesh of one axis."""
+    bundles = [len(x.pieces) for x in sent if isinstance(x, Bundle)]
+    if not bundles and not dist.is_initialized():
+        raise MeshError("ranks by number need a mesh= in a simulated world: which ranks there are is not known here")
+    count = bundles[0] if bundles else dist.get_world_size()
+    device = "cuda" if not bundles and "nccl" in dist.get_backend_config() else "cpu"
+    return Mesh(("rank",), (count,), range(count), device, "simulated" if bundles else "processes")
+
+
+# ── autograd, and the two ways to run ─────────────────────────────────────────────────────────────────────────────────
+
+
+def exchange(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
+    """What is received of a batch, differentiable."""
+    if len(sent) != len(told.goals):
+        raise OperatorError(f"a batch of {len(told.goals)} sends got {len(sent)} tensors")
+    check_matched(told, sent)
+    world = door(told.mesh)
+    if any(x.requires_grad and world.replicate(x, told.mesh) is not x for x in sent):
+        raise OperatorError(
+            "p2p.batch: a plain tensor that requires grad in a simulated world, where each rank has its own: send what a "
+            "DTensor's to_local() gives, or a Bundle"
+        )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in sent):
+        return list(_Batch.apply(told, *sent))
+    return _run(sent, told)
+
+
+class _Batch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, told: Batch, *sent: Tensor) -> tuple[Tensor, ...]:
+        ctx.told, ctx.like = told, [_like(x) for x in sent]
+        outs = _run(sent, told)
+        ctx.mark_non_differentiable(*(out for out in outs if not _flows(out.dtype)))
+        ctx.set_materialize_grads(False)
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        told: Batch = ctx.told
+        back = [i for i, kind in enumerate(told.dtypes) if _flows(kind)]
+        forth = [i for i, (_, kind) in enumerate(ctx.like) if _flows(kind)]
+        shapes, kinds = zip(*(ctx.like[i] for i in forth), strict=True)
+        reverse = Batch(
+            told.mesh, tuple(told.sources[i] for i in back), tuple(told.goals[i] for i in forth), tuple(shapes), tuple(kinds)
+        )
+        given = [_zeros(told, i) if (grad := grads[i]) is None else wait(grad) for i in back]
+        found: list[Tensor | None] = [None] * len(ctx.like)
+        for i, grad in zip(forth, exchange(given, reverse), strict=True):
+            found[i] = wait(grad)
+        return None, *found
+
+
+def _flows(kind: torch.dtype) -> bool:
+    return kind.is_floating_point or kind.is_complex
+
+
+def _like(x: Tensor) -> tuple[Shape, torch.dtype]:
+    """The shape, at every place, and the dtype of a local value."""
+    if isinstance(x, Bundle):
+        shapes = [tuple(piece.shape) for piece in x.pieces]
+        return (shapes[0] if len(set(shapes)) == 1 else PerRank(shapes.__getitem__)), x.dtype
+    return tuple(x.shape), x.dtype
+
+
+def _zeros(told: Batch, index: int) -> Tensor:
+    """The gradient of a received tensor that nobody used."""
+    on, kind = told.mesh, told.dtypes[index]
+    shape = PerRank(lambda place: told.shape(index, place))
+    found: Tensor = door(on).each(_nothing, on, shape, kind, torch.device(on.device))
+    return found
+
+
+def _nothing(shape: tuple[int, ...], kind: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=kind, device=device)
+
+
+def _run(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
+    sent = [wait(x) for x in sent]
+    world = door(told.mesh, "p2p")
+    if world.traced(sent[0] if sent else torch.empty(0)):
+        return [wait_tensor(out) for out in _leave(sent, told)][: len(told.sources)]
+    if is_watched():
+        key = (told.mesh, told.goals, told.sources)
+        return watched("p2p", key, tuple(sent), lambda: [wait_tensor(out) for out in world.exchange(sent, told)])
+    return [AsyncTensor(out) if type(out) is Tensor else out for out in world.exchange(sent, told)]
+
+
+class _Settled(torch.autograd.Function):
+    """A tensor that has arrived, in place of one that may be on its way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        found: Tensor = x.trigger_wait().detach()
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+# ── a batch as operators of a traced program ──────────────────────────────────────────────────────────────────────────
+
+_ARGUMENTS = "Tensor[] sent, str mesh, str[] goals, str[] sources, ScalarType[] dtypes, int[] dims, SymInt[] sizes"
+torch.library.define("shardwise::p2p", f"({_ARGUMENTS}, str library) -> Tensor[]")
+torch.library.define("shardwise::messages", f"({_ARGUMENTS}) -> Tensor[]")
+
+
+def _composed(sent: list[Tensor], *told: Any) -> list[Tensor]:
+    """A batch in a function of the user's: made of the operators below, forward and backward, when it is traced further."""
+    batch = _read(sent, *told[:-1])
+    door(batch.mesh).ready(batch.mesh)
+    return exchange(sent, batch) or [torch.empty(0, device=batch.mesh.device)]
+
+
+def _leave(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
+    """Leave a batch in the program that is traced."""
+    place = max(door(told.mesh).place(told.mesh), 0)
+    if varies(told.shapes, len(told.mesh.ranks)):
+        mark_specific()
+    dims, sizes = _sizes([told.shape(index, place) for index in range(len(told.shapes))])
+    words = (told.mesh.text, list(told.goals), list(told.sources), list(told.dtypes), dims, sizes)
+    found: list[Tensor] = torch.ops.shardwise.messages(list(sent), *words)
+    return found
+
+
+def _begin(sent: list[Tensor], *told: Any) -> list[Tensor]:
+    batch = _read(sent, *told)
+    # A batch that only sends gives something to wait for, so that no compiler leaves it out.
+    return door(batch.mesh).exchange(sent, batch) or [torch.empty(0, device=batch.mesh.device)]
+
+
+def _begin_fake(sent: list[Tensor], *told: Any) -> list[Tensor]:
+    batch = _read(sent, *told)
+    like = [(batch.shape(index, 0), kind) for index, kind in enumerate(batch.dtypes)]
+    made = [torch.empty(shape, dtype=kind, device=batch.mesh.device) for shape, kind in like]
+    return made or [torch.empty(0, device=batch.mesh.device)]
+
+
+torch.library.impl("shardwise::p2p", "CompositeImplicitAutograd", _composed)
+torch.library.impl("shardwise::messages", "CompositeExplicitAutograd", _begin)
+torch.library.register_fake("shardwise::messages", _begin_fake)
+keep_alive(torch.ops.shardwise.messages.default)
