@@ -2,12 +2,15 @@
 
 from .batch import Peer, Receive, Send, batch, peer, recv, send, wait
 from .moves import halo_exchange, permute, shift
-from .port import batch_isend_irecv
+from .port import P2POp, batch_isend_irecv
+from .rows import all_to_all_v
 
 __all__ = [
+    "P2POp",
     "Peer",
     "Receive",
     "Send",
+    "all_to_all_v",
     "batch",
     "batch_isend_irecv",
     "halo_exchange",

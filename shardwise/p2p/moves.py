@@ -22,7 +22,7 @@ def shift(x: Tensor, by: int = 1, *, mesh: Mesh | None = None, axis: str | None 
     >>> shift(x, mesh=sw.init_mesh(pp=2), wrap=False).pieces
     (tensor([0.]), tensor([1.]))
     """
-    x, mesh = _local(x, mesh)
+    x, mesh = local_of(x, mesh)
     along: dict[str, Any] = {"mesh": mesh, "axis": axis, "wrap": wrap}
     return batch([send(x, shift=by, **along), recv(x.shape, x.dtype, shift=-by, **along)])[0]
 
@@ -35,7 +35,7 @@ def permute(x: Tensor, permutation: Sequence[int], *, mesh: Mesh | None = None, 
     >>> permute(x, [2, 0, 1], mesh=sw.init_mesh(tp=3)).pieces
     (tensor([2.]), tensor([3.]), tensor([1.]))
     """
-    x, mesh = _local(x, mesh)
+    x, mesh = local_of(x, mesh)
     back = [-1] * len(permutation)
     for here, there in enumerate(permutation):
         if there >= len(permutation):
@@ -65,7 +65,7 @@ def halo_exchange(  # noqa: PLR0913  as many facts as a halo has
     >>> halo_exchange(x, 0, 1, 1, mesh=sw.init_mesh(tp=2)).pieces
     (tensor([0., 1., 2., 3.]), tensor([2., 3., 4., 0.]))
     """
-    x, mesh = _local(x, mesh)
+    x, mesh = local_of(x, mesh)
     if min(before, after) < 0 or x.shape[dim] < max(before, after):
         raise OperatorError(
             f"halo_exchange: {before} rows before and {after} after, of pieces with {x.shape[dim]} rows in dim {dim}: a halo "
@@ -82,7 +82,7 @@ def halo_exchange(  # noqa: PLR0913  as many facts as a halo has
     return torch.cat([*first, x, *halos], dim)
 
 
-def _local(x: Tensor, mesh: Mesh | None) -> tuple[Tensor, Mesh]:
+def local_of(x: Tensor, mesh: Mesh | None) -> tuple[Tensor, Mesh]:
     """What a rank holds of a tensor, and the mesh it is on."""
     if isinstance(x, DTensor):
         mesh = mesh or x.mesh
