@@ -37,7 +37,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Tensor]:
     is not written to. What is received waits when it is first used, or by `wait`.
 
     Peers are ranks of the job, so the program belongs to the rank that runs it. Takes torch's `P2POp` and, in compiled
-    functions, the one here. Tags are left out: the n-th that a rank sends to another is the n-th that this one receives from it.
+    functions, the one here. Tags are left out: the n-th that one rank sends to another is the n-th that this one receives.
     """
     ops = [
         send(op.tensor, to=op.peer) if _sends(op) else recv(op.tensor.shape, op.tensor.dtype, source=op.peer)
