@@ -7,6 +7,7 @@ Whom a rank sends to, or receives from, is a *route*: a function of its place, a
     table 1,0,-1 pp      by the coordinate along pp; -1: none
     ranks 0>1,2>3        by rank; others have none
     rank 3               rank 3, for whichever rank runs it: of the others nothing is known
+    nobody               none
 
 >>> mesh = Mesh(("dp", "pp"), (2, 3), range(6), "cpu", "simulated")
 >>> route("shift +1 end pp", mesh).places
@@ -146,7 +147,17 @@ def _several(ranks: tuple[int, ...]) -> str:
     return f"its ranks are {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''}"
 
 
-_ROUTES: dict[str, Callable[[str, Mesh], Route]] = {"shift": _shift, "table": _table, "ranks": _ranks, "rank": _rank}
+def _nobody(text: str, root: Mesh) -> Route:
+    return Route((-1,) * len(root.ranks), ())
+
+
+_ROUTES: dict[str, Callable[[str, Mesh], Route]] = {
+    "shift": _shift,
+    "table": _table,
+    "ranks": _ranks,
+    "rank": _rank,
+    "nobody": _nobody,
+}
 
 
 # ── what must match ───────────────────────────────────────────────────────────────────────────────────────────────────
