@@ -207,11 +207,7 @@ def check_shapes(batch: Batch, sent: Sequence[Tensor], place: int) -> None:
     """Refuse to send what another rank does not expect, as far as a place knows."""
     mine = [] if batch.alone else _sent_from(batch._replace(shapes=(), dtypes=()), place)
     for pair in mine:
-        if (
-            pair.sent is not None
-            and pair.received is not None
-            and tuple(sent[pair.sent].shape) != batch.shape(pair.received, pair.receiver)
-        ):
+        if pair.sent is not None and not fits(batch, pair, sent[pair.sent]):
             refuse(batch, pair, [told(x) for x in sent])
 
 
@@ -237,6 +233,12 @@ def refuse(batch: Batch, pair: Pair, sent: list[str]) -> NoReturn:
         )
     tail = f"ranks {', '.join(other)}" if other else "nobody"
     raise WorldError(f"p2p.batch: {what}{tail}. Each send needs its receive on the other side, in the same order")
+
+
+def fits(batch: Batch, pair: Pair, x: Tensor) -> bool:
+    """Whether a tensor is what its receiver expects, if there is one."""
+    index = pair.received
+    return index is None or (x.dtype == batch.dtypes[index] and tuple(x.shape) == batch.shape(index, pair.receiver))
 
 
 def said(batch: Batch, pair: Pair) -> str:
