@@ -1,7 +1,7 @@
 """Functions that send and receive, to be compiled: a ring, a halo, a mixed batch, rows by a table and by data.
 
-As a program, under torchrun: compiles the first three by Inductor on every rank, compares with what they are operator by operator, forward
-and backward, and prints what torch's cache did.
+As a program, under torchrun: compiles the first three by Inductor on every rank, compares with what they are in eager mode,
+forward and backward, and prints what torch's cache did.
 """
 
 from __future__ import annotations

@@ -57,10 +57,10 @@ def test_messages(mesh: Mesh, how: str) -> None:
     row = left.sin() * left.cos() * 3
     here = given.detach().requires_grad_()
     own = here.sin() * here.cos() * 3
-    if mesh.world == "simulated":  # the first one receives from the second, whose halos are its own rows
-        want = torch.cat([own[-1:], row, own[:2]])
-    else:
-        want = torch.cat([own[-1:], own, own[:2]])
+    middle = (
+        row if mesh.world == "simulated" else own
+    )  # the first of two receives from the second, whose halos are its own rows
+    want = torch.cat([own[-1:], middle, own[:2]])
     torch.testing.assert_close(first(y).detach(), want.detach())
     # Every rank's result has the same gradient: what the first one sent is in the second's middle and in its own ends.
     want.backward(seed) if mesh.world != "simulated" else (own * _gathered(seed)).sum().backward()
