@@ -34,8 +34,8 @@ def by_expert(tokens, counts):
 
 
 def feed(tokens, up, down, counts):
-    """Each expert's two products on its own tokens."""
-    ends = counts.cumsum(0).to(torch.int32)
+    """Each expert's two products on its own tokens; the last ranks may have fewer experts than others."""
+    ends = counts[: len(up)].cumsum(0).to(torch.int32)
     return F.grouped_mm(F.silu(F.grouped_mm(tokens, up, offs=ends)), down, offs=ends)
 
 
@@ -70,7 +70,8 @@ class MoE(nn.Module):
             return combine(feed(tokens, self.up, self.down, counts), weights, order, x, self.k)
         ranks, here = self.mesh.size_of(self.axis), x.to_local()
         tokens, weights, order, counts = sw.each_rank(choose, here, self._local(self.gate), self.k)
-        each = sw.each_rank(lambda counts: counts.view(ranks, -1), counts)  # for each rank, what its experts get from here
+        # for each rank, what its experts get from here
+        each = sw.each_rank(lambda counts: F.pad(counts, (0, -len(counts) % ranks)).view(ranks, -1), counts)
         going = sw.each_rank(lambda each: each.sum(1), each)
         told = sw.p2p.all_to_all_v(each, [1] * ranks, mesh=self.mesh, axis=self.axis)
         coming = sw.each_rank(lambda told: told.sum(1), told)
