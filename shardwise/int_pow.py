@@ -1,7 +1,8 @@
 """`int_pow`: integers to integer powers, exact modulo two to the width of their type, as operators that trace and compile.
 
 A power that is a number is a chain of multiplications, as few as a power tree finds; powers that differ from element to element
-are found bit by bit. On the host this is done in blocks that stay in the cache; on a GPU by a Triton kernel, one pass over memory.
+are found bit by bit. On a GPU this is done by a Triton kernel, one pass over memory; on the host in blocks that stay in the cache,
+or by torch's own loop where that takes no longer: it is exact as well.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 from ._torch import is_decomposing
 from .errors import OperatorError
 
-#: Elements of a block for each thread of the host: torch gives a thread no fewer, and some of them fit into its cache.
+#: Elements of a block for each thread of the host: torch gives a thread no fewer, and a few blocks fit into its cache.
 BLOCK = 32768
+#: Elements that torch's own loop takes no longer for than Python does for a block.
+FEW = 4096
 #: Powers below have a chain that no other is shorter than, or by one multiplication.
 SMALL = 128
-#: torch computes with these only as if they were signed, and modulo two to the width there is no difference.
-SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *SIGNED))
+#: Modulo two to the width there is no difference, and torch hardly computes with most unsigned types.
+SIGNED = {torch.uint8: torch.int8, torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+INTEGERS = frozenset((*SIGNED, *SIGNED.values()))
+#: Those that compilers multiply.
+FUSED = (torch.uint8, *SIGNED.values())
 
 
 def int_pow(base: Tensor | int, exponent: Tensor | int) -> Tensor:
@@ -44,7 +49,7 @@ def int_pow(base: Tensor | int, exponent: Tensor | int) -> Tensor:
     if isinstance(exponent, Tensor):
         return torch.ops.shardwise.int_pow.Tensor(base, exponent)
     if torch.compiler.is_compiling() and type(base) is Tensor and has_static_value(exponent):
-        return product(base.to(_type(base, 0)), _path(exponent, base.dtype))
+        return _decomposed(base, exponent, _type(base, 0))
     return torch.ops.shardwise.int_pow(base, exponent)
 
 
@@ -57,7 +62,7 @@ def power(base: Any, exponent: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(exponent, SymBool):
         exponent = torch.sym_ite(exponent, 1, 0)
     if not isinstance(exponent, SymInt) and is_decomposing():
-        return product(base.to(dtype), _path(exponent, dtype))
+        return _decomposed(base, exponent, dtype)
     return torch.ops.shardwise.int_pow(base, exponent)
 
 
@@ -81,15 +86,6 @@ def _type(base: Tensor, exponent: Any) -> torch.dtype:
     return dtype
 
 
-def _checked(exponent: int) -> int:
-    if exponent < 0:
-        raise OperatorError(
-            f"Integers to negative integer powers are not allowed: got the power {exponent}; give it in a tensor for 0, 1 and "
-            "-1 as fractions are rounded, or take floats"
-        )
-    return exponent
-
-
 def _scalar_fake(base: Tensor, exponent: Any) -> Tensor:
     return torch.empty_like(base, dtype=_type(base, 0))
 
@@ -101,8 +97,8 @@ def _tensor_fake(base: Tensor, exponent: Tensor) -> Tensor:
 
 def _like(base: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
     """Memory for a result, laid out as operators of torch do."""
-    if base.shape == exponent.shape and base.is_contiguous() and exponent.is_contiguous():
-        return torch.empty(base.shape, dtype=dtype, device=base.device)
+    if base.is_contiguous() and exponent.is_contiguous():
+        return torch.empty(torch.broadcast_shapes(base.shape, exponent.shape), dtype=dtype, device=base.device)
     made = (torch.empty_strided(x.shape, x.stride(), dtype=torch.int8, device="meta") for x in (base, exponent))
     like = torch.mul(*made)
     return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=base.device)
@@ -113,8 +109,13 @@ def _flat(x: Tensor, out: Tensor) -> Tensor:
     if x.numel() == 1:
         return x.reshape(1).expand(out.numel())
     if x.shape != out.shape or x.stride() != out.stride():
-        x = torch.empty_like(out, dtype=x.dtype).copy_(x)
-    return x.as_strided((out.numel(),), (1,))
+        x = torch.empty_like(out).copy_(x)
+    return _line(x)
+
+
+def _line(x: Tensor) -> Tensor:
+    """The elements of a tensor without gaps, in the order of memory."""
+    return x.as_strided((x.numel(),), (1,))
 
 
 # ── a power that is a number ──────────────────────────────────────────────────────────────────────────────────────────
@@ -158,18 +159,26 @@ def path(exponent: int, dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def _path(exponent: int, dtype: torch.dtype) -> tuple[int, ...]:
-    return path(_checked(exponent), torch.int64 if dtype == torch.bool else dtype)
+    if exponent < 0:
+        raise OperatorError(
+            f"Integers to negative integer powers are not allowed: got the power {exponent}; give it in a tensor for what is "
+            "left of the fraction (0, 1 or -1), or take floats"
+        )
+    return path(int(exponent), dtype)
 
 
 torch.compiler.assume_constant_result(_path)
 
 
-def product(base: Tensor, path: tuple[int, ...]) -> Tensor:
-    """A power by multiplications, for a compiler that fuses them."""
+def _decomposed(base: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
+    """A power by multiplications that a compiler fuses with what is around them."""
+    if dtype not in FUSED:
+        return torch.ops.shardwise.int_pow(base, exponent)
+    steps, base = _path(exponent, dtype), base.to(dtype)
     made = {1: base}
-    for last, following in zip(path, path[1:], strict=False):
+    for last, following in zip(steps, steps[1:], strict=False):
         made[following] = made[last] * made[following - last]
-    return made[path[-1]] if len(path) > 1 else base.clone() if path else torch.ones_like(base)
+    return made[steps[-1]] if len(steps) > 1 else base.clone() if steps else torch.ones_like(base)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -205,9 +214,13 @@ def _multiply(base: Tensor, out: Tensor, path: tuple[int, ...], spare: list[Tens
 
 
 def _blocks(out: Tensor) -> Iterator[slice]:
-    """Parts that stay in the cache; on a device everything at once."""
-    size = BLOCK * torch.get_num_threads() if out.device.type == "cpu" else max(out.numel(), 1)
+    size = BLOCK * torch.get_num_threads()
     return (slice(start, start + size) for start in range(0, out.numel(), size))
+
+
+def _quick(out: Tensor) -> bool:
+    """Whether torch's own loop is the quickest: for a product of 64 bits its vectors take as long as four of its numbers."""
+    return out.device.type != "cpu" or out.dtype.itemsize == 8 or out.numel() < FEW
 
 
 def _scalar_now(base: Tensor, exponent: int) -> Tensor:
@@ -218,13 +231,14 @@ def _scalar_now(base: Tensor, exponent: int) -> Tensor:
     base = base.to(dtype)
     out = torch.empty_like(base)
     kernels = triton_kernels() if out.is_cuda else None
-    source, flat = _flat(base, out), out.as_strided((out.numel(),), (1,))
     if kernels is not None and len(steps) > 1:
-        kernels.power(source, steps[-1], flat)
-        return out
-    spare: list[Tensor] = []
-    for part in _blocks(out):
-        _multiply(source[part], flat[part], steps, spare)
+        kernels.power(_flat(base, out), steps[-1], _line(out))
+    elif len(steps) != 2 and _quick(out):
+        torch.pow(base, steps[-1] if steps else 0, out=out)
+    else:
+        source, flat, spare = _flat(base, out), _line(out), list[Tensor]()
+        for part in _blocks(out):
+            _multiply(source[part], flat[part], steps, spare)
     return out
 
 
@@ -238,14 +252,15 @@ def _tensor_now(base: Tensor, exponent: Tensor) -> Tensor:
         return _tensor_now(base, _positive(exponent)).view(dtype)
     out = _like(base, exponent, dtype)
     base, exponent = base.to(dtype), exponent.to(dtype)
-    flat, bases, exponents = out.as_strided((out.numel(),), (1,)), _flat(base, out), _flat(exponent, out)
     kernels = triton_kernels() if out.is_cuda else None
     if kernels is not None:
-        kernels.powers(bases, exponents, flat)
-        return out
-    spare: list[Tensor] = []
-    for part in _blocks(out):
-        _powers(bases[part], exponents[part], flat[part], spare)
+        kernels.powers(_flat(base, out), _flat(exponent, out), _line(out))
+    elif _quick(out):
+        torch.pow(base, exponent, out=out)
+    else:
+        bases, exponents, flat, spare = _flat(base, out), _flat(exponent, out), _line(out), list[Tensor]()
+        for part in _blocks(out):
+            _powers(bases[part], exponents[part], flat[part], spare)
     return out
 
 
@@ -256,23 +271,21 @@ def _positive(exponent: Tensor) -> Tensor:
 
 
 def _powers(base: Tensor, exponent: Tensor, out: Tensor, spare: list[Tensor]) -> None:
-    """Powers of a block, from the lowest bits on; squares are of no use behind the highest bit of all."""
+    """Powers of a block, from the lowest bits on. Without a choice by elements, for which torch branches at each: a factor is
+    1 and, where the bit is set, what the square is more."""
     least, most = (int(bound) for bound in torch.aminmax(exponent))
     if least == most >= 0:
         _multiply(base, out, path(most, out.dtype), spare)
         return
-    square, made = base.clone(), torch.empty_like(out)
+    square, factor, last = base.clone(), torch.empty_like(out), 8 * out.dtype.itemsize - 1
     out.fill_(1)
-    for bit in range(max(most, 0).bit_length()):
-        if bit % 8 == 0:  # bytes are read eight times as fast as the widest integers
-            byte = (exponent >> bit).to(torch.uint8)
+    for bit in range(max(most, 1).bit_length()):
         if bit:
             square.mul_(square)
-        chosen = (byte >> bit % 8).bitwise_and_(1).view(torch.bool)
-        torch.where(chosen, torch.mul(out, square, out=made), out, out=out)
-    if least < 0:
-        unit = torch.where(base == 1, 1, torch.where(base == -1, 1 - 2 * (exponent & 1), 0)).to(out.dtype)
-        torch.where(exponent < 0, unit, out, out=out)
+        torch.bitwise_left_shift(exponent, last - bit, out=factor).bitwise_right_shift_(last)  # all bits are this one
+        out.mul_(factor.bitwise_and_(square - 1).add_(1))
+    if least < 0:  # 1 and -1 are right by their lowest bit, other numbers have no whole part
+        out.mul_((base.abs() == 1).logical_or_(exponent >= 0))
 
 
 # ── operators ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -290,12 +303,11 @@ def _scalar_batched(info: Any, dims: Any, base: Tensor, exponent: Any) -> tuple[
 
 
 def _tensor_batched(info: Any, dims: Any, base: Tensor, exponent: Tensor) -> tuple[Tensor, int]:
-    pairs = [(x, dim) for x, dim in zip((base, exponent), dims, strict=False)]
+    pairs = ((base, dims[0]), (exponent, dims[1]))
     dtype = torch.result_type(*(x if dim is None else x.select(dim, 0) for x, dim in pairs))
-    rank = max(x.ndim - (dim is not None) for x, dim in pairs)
-    whole = [x if dim is None else x.movedim(dim, 0) for x, dim in pairs]
-    shapes = [x.shape if dim is None else (len(x), *[1] * (rank + 1 - x.ndim), *x.shape[1:]) for x, (_, dim) in zip(whole, pairs, strict=True)]
-    return int_pow(*(x.to(dtype).view(shape) for x, shape in zip(whole, shapes, strict=True))), 0
+    rank = 1 + max(x.ndim - (dim is not None) for x, dim in pairs)
+    whole = (x[None] if dim is None else x.movedim(dim, 0) for x, dim in pairs)
+    return int_pow(*(x.to(dtype)[(slice(None), *[None] * (rank - x.ndim))] for x in whole)), 0
 
 
 torch.library.define("shardwise::int_pow", "(Tensor base, SymInt exponent) -> Tensor")

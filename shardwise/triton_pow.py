@@ -33,9 +33,10 @@ def _power(out, base, exponent, bits, length, WIDE: tl.constexpr, BLOCK: tl.cons
     mask = place < length
     x = _load(base, place, mask, 1, WIDE)
     value = x
-    for bit in range(1, bits):  # from the highest on
+    while bits > 1:  # from the highest on
+        bits -= 1
         value = value * value
-        if (exponent >> (bits - 1 - bit)) & 1:
+        if (exponent >> (bits - 1)) & 1:
             value = value * x
     tl.store(out + place, value.to(out.dtype.element_ty), mask)
 
