@@ -72,6 +72,24 @@ def pow_kernel(call: Any, wants: Any) -> Callable[..., Tensor] | None:
     return functools.partial(power, dtype=dtype) if dtype in INTEGERS else None
 
 
+def of_truths(call: Any) -> bool:
+    """Whether a truth value that is a number takes part with tensors of truth values: the result has this type too, though
+    torch's operators on tensors without data say otherwise."""
+    numbers = [x for x in call.arguments.values() if not hasattr(x, "dtype")]
+    return (
+        bool(numbers)
+        and all(x.dtype == torch.bool for x in call.tensors)
+        and all(isinstance(x, bool | SymBool) for x in numbers)
+    )
+
+
+def truths(tools: Any, op: Any, base: Any, exponent: Any) -> Tensor:
+    """Truth values to the power of one: themselves or true, as on one device."""
+    if not isinstance(base, Tensor):
+        raise NotImplementedError(f"{base} to the power of truth values: torch has no such power; take integers")
+    return base.clone() if exponent else torch.ones_like(base)
+
+
 # ── the type and the shape of a result ────────────────────────────────────────────────────────────────────────────────
 
 
