@@ -1,8 +1,8 @@
 """`int_pow`: integers to integer powers, exact modulo two to the width of their type, as operators that trace and compile.
 
 A power that is a number is a chain of multiplications, as few as a power tree finds; powers that differ from element to element
-are found bit by bit. On a GPU this is done by a Triton kernel, one pass over memory; on the host in blocks that stay in the cache,
-or by torch's own loop where that takes no longer: it is exact as well.
+are found bit by bit. On a GPU this is done by a Triton kernel, one pass over memory; on the host in blocks that stay in the
+cache, or by torch's own loop where that takes no longer: it is exact as well.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def power(base: Any, exponent: Any, dtype: torch.dtype) -> Tensor:
 
 
 def pow_kernel(call: Any, wants: Any) -> Callable[..., Tensor] | None:
-    """What computes `pow` on each rank where its result is of integers: an operator of this module, which every compiler takes."""
+    """What computes `pow` on each rank where its result is of integers: operators that every compiler takes."""
     dtype = call.results[0].dtype
     return functools.partial(power, dtype=dtype) if dtype in INTEGERS else None
 
@@ -75,12 +75,8 @@ def pow_kernel(call: Any, wants: Any) -> Callable[..., Tensor] | None:
 def of_truths(call: Any) -> bool:
     """Whether a truth value that is a number takes part with tensors of truth values: the result has this type too, though
     torch's operators on tensors without data say otherwise."""
-    numbers = [x for x in call.arguments.values() if not hasattr(x, "dtype")]
-    return (
-        bool(numbers)
-        and all(x.dtype == torch.bool for x in call.tensors)
-        and all(isinstance(x, bool | SymBool) for x in numbers)
-    )
+    given = any(isinstance(x, bool | SymBool) for x in call.arguments.values())
+    return given and all(x.dtype == torch.bool for x in call.tensors)
 
 
 def truths(tools: Any, op: Any, base: Any, exponent: Any) -> Tensor:
@@ -142,7 +138,8 @@ def _line(x: Tensor) -> Tensor:
 @functools.cache
 def _tree() -> dict[int, tuple[int, ...]]:
     """Knuth's power tree: for each power those on the way to it, each the last one and one before it multiplied."""
-    found, level = {1: (1,)}, [1]
+    found: dict[int, tuple[int, ...]] = {1: (1,)}
+    level = [1]
     while level:
         above = level
         level = []
@@ -194,7 +191,7 @@ def _decomposed(base: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
         return torch.ops.shardwise.int_pow(base, exponent)
     steps, base = _path(exponent, dtype), base.to(dtype)
     made = {1: base}
-    for last, following in zip(steps, steps[1:], strict=False):
+    for last, following in pairwise(steps):
         made[following] = made[last] * made[following - last]
     return made[steps[-1]] if len(steps) > 1 else base.clone() if steps else torch.ones_like(base)
 
@@ -205,7 +202,9 @@ def _slots(path: tuple[int, ...]) -> tuple[tuple[tuple[int, int, int], ...], int
     0 is the base, place 1 the result; a place that is read no more is taken again."""
     steps = [(last, following - last, following) for last, following in pairwise(path)]
     final = {factor: i for i, step in enumerate(steps) for factor in step[:2]}
-    place, free, count, found = {1: 0}, [], 2, []
+    place, count = {1: 0}, 2
+    free: list[int] = []
+    found = []
     for i, (left, right, made) in enumerate(steps):
         places = place[left], place[right]
         free += {place[factor] for factor in (left, right) if final[factor] == i} - {0}

@@ -28,7 +28,7 @@ def _load(x, place, mask, STEP: tl.constexpr, WIDE: tl.constexpr):
 
 
 @_jit(do_not_specialize=["exponent", "bits"])
-def _power(out, base, exponent, bits, length, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _power(out, base, exponent, bits, length, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: PLR0913  a kernel
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < length
     x = _load(base, place, mask, 1, WIDE)
@@ -42,7 +42,7 @@ def _power(out, base, exponent, bits, length, WIDE: tl.constexpr, BLOCK: tl.cons
 
 
 @_jit
-def _powers(
+def _powers(  # noqa: PLR0913  a kernel
     out, base, exponent, length, STEP: tl.constexpr, EXPONENT_STEP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
