@@ -45,11 +45,11 @@ def int_pow(base: Tensor | int, exponent: Tensor | int) -> Tensor:
     tensor([-1,  0, 81])
     """
     if not isinstance(base, Tensor):
-        return power(base, exponent, torch.result_type(base, exponent))
+        return power(base, exponent, _with_number(exponent))
     if isinstance(exponent, Tensor):
         return torch.ops.shardwise.int_pow.Tensor(base, exponent)
     if torch.compiler.is_compiling() and type(base) is Tensor and has_static_value(exponent):
-        return _decomposed(base, exponent, _type(base, 0))
+        return _decomposed(base, exponent, _with_number(base))
     return torch.ops.shardwise.int_pow(base, exponent)
 
 
@@ -89,10 +89,14 @@ def truths(tools: Any, op: Any, base: Any, exponent: Any) -> Tensor:
 # ── the type and the shape of a result ────────────────────────────────────────────────────────────────────────────────
 
 
-def _type(base: Tensor, exponent: Any) -> torch.dtype:
-    dtype = torch.result_type(base, exponent)
+def _with_number(x: Tensor) -> torch.dtype:
+    """The type of a tensor and an integer together."""
+    return torch.int64 if x.dtype == torch.bool else x.dtype
+
+
+def _checked(dtype: torch.dtype, base: Tensor, exponent: Any) -> torch.dtype:
     if dtype not in INTEGERS:
-        other = exponent.dtype if isinstance(exponent, Tensor) else type(exponent).__name__
+        other = exponent.dtype if isinstance(exponent, Tensor) else "an integer"
         raise OperatorError(
             f"int_pow takes integers to integer powers, and got {base.dtype} to the power of {other}; torch.pow computes "
             "with other numbers, and has gradients"
@@ -101,11 +105,11 @@ def _type(base: Tensor, exponent: Any) -> torch.dtype:
 
 
 def _scalar_fake(base: Tensor, exponent: Any) -> Tensor:
-    return torch.empty_like(base, dtype=_type(base, 0))
+    return torch.empty_like(base, dtype=_checked(_with_number(base), base, exponent))
 
 
 def _tensor_fake(base: Tensor, exponent: Tensor) -> Tensor:
-    _type(base, exponent)
+    _checked(torch.result_type(base, exponent), base, exponent)
     return torch.mul(base, exponent)  # of the same type and strides
 
 
@@ -241,7 +245,7 @@ def _quick(out: Tensor) -> bool:
 
 
 def _scalar_now(base: Tensor, exponent: int) -> Tensor:
-    dtype = _type(base, 0)
+    dtype = _checked(_with_number(base), base, exponent)
     if dtype in SIGNED:
         return _scalar_now(base.view(SIGNED[dtype]), exponent).view(dtype)
     steps = _path(exponent, dtype)
@@ -263,7 +267,7 @@ def _scalar_now(base: Tensor, exponent: int) -> Tensor:
 
 
 def _tensor_now(base: Tensor, exponent: Tensor) -> Tensor:
-    dtype = _type(base, exponent)
+    dtype = _checked(torch.result_type(base, exponent), base, exponent)
     if dtype in SIGNED:
         base, exponent = (x.to(dtype).view(SIGNED[dtype]) for x in (base, exponent))
         return _tensor_now(base, _positive(exponent)).view(dtype)
