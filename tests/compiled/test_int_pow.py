@@ -88,7 +88,7 @@ def everything(several: list[Any], n: int, y: Tensor) -> list[Any]:
         lambda x: torch.float_power(x, n),
         lambda x: sw.int_pow(x, n),
         lambda x: x**3,
-        lambda x: x**x.abs() if x.dtype is not torch.bool else x,
+        lambda x: x ** x.abs() if x.dtype is not torch.bool else x,
         lambda x: x ** (n / 2),
         lambda x: x ** (n > 7),
     ]
