@@ -4,9 +4,9 @@
     python benchmarks/int_pow.py --device cuda    on a GPU, 2^26 integers; a copy moves as many bytes
     python benchmarks/int_pow.py --count 1000000  other sizes
 
-Rounds alternate, and the best counts: of processor time on the host, of the GPU's own clock there. Every result is compared with
-torch's first. On the host the target is 1.0; powers of 64 bits are torch's own loop, and what differs from it is noise, for
-which 0.05 is granted. On a GPU it is 1.3 for powers up to 15. Exits with 1 if a power is wrong or a target is missed.
+Rounds alternate, and the best counts: of processor time on the host, of the GPU's own clock there. Every result is compared
+with torch's first. On the host the target is 1.0; powers of 64 bits are torch's own loop, and what differs from it is noise,
+for which 0.05 is granted. On a GPU it is 1.3 for powers up to 15. Exits with 1 if a power is wrong or a target is missed.
 """
 
 import argparse

@@ -125,9 +125,7 @@ def test_what_has_no_power_is_told() -> None:
     x = torch.arange(3)
     with pytest.raises(OperatorError, match=r"negative integer powers are not allowed: got the power -2; give it in a tensor"):
         sw.int_pow(x, -2)
-    with pytest.raises(
-        OperatorError, match=r"got torch.float32 to the power of an integer; torch.pow computes with other numbers"
-    ):
+    with pytest.raises(OperatorError, match=r"got torch.float32 to the power of an integer; torch.pow computes"):
         sw.int_pow(x.float(), 2)
     with pytest.raises(OperatorError, match=r"got torch.int64 to the power of torch.float32"):
         sw.int_pow(x, x.float())
