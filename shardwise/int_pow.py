@@ -190,14 +190,11 @@ torch.compiler.assume_constant_result(_path)
 
 
 def _decomposed(base: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
-    """A power by multiplications that a compiler fuses with what is around them."""
+    """A constant power for a compiler, which makes multiplications of it and fuses them. (Multiplications in the graph it would
+    take apart again and again: a square has its factor twice.)"""
     if dtype not in FUSED:
         return torch.ops.shardwise.int_pow(base, exponent)
-    steps, base = _path(exponent, dtype), base.to(dtype)
-    made = {1: base}
-    for last, following in pairwise(steps):
-        made[following] = made[last] * made[following - last]
-    return made[steps[-1]] if len(steps) > 1 else base.clone() if steps else torch.ones_like(base)
+    return torch.pow(base.to(dtype), (0, *_path(exponent, dtype))[-1])
 
 
 @functools.lru_cache(maxsize=4096)
