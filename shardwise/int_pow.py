@@ -44,10 +44,9 @@ def int_pow(base: Tensor | int, exponent: Tensor | int) -> Tensor:
     >>> int_pow(torch.tensor([-1, 2, 3]), torch.tensor([-3, -1, 4]))
     tensor([-1,  0, 81])
     """
-    if not isinstance(base, Tensor):
-        return power(base, exponent, _with_number(exponent))
     if isinstance(exponent, Tensor):
-        return torch.ops.shardwise.int_pow.Tensor(base, exponent)
+        number = not isinstance(base, Tensor)
+        return power(base, exponent, _with_number(exponent)) if number else torch.ops.shardwise.int_pow.Tensor(base, exponent)
     if torch.compiler.is_compiling() and type(base) is Tensor and has_static_value(exponent):
         return _decomposed(base, exponent, _with_number(base))
     return torch.ops.shardwise.int_pow(base, exponent)
@@ -158,10 +157,10 @@ def _tree() -> dict[int, tuple[int, ...]]:
 @functools.lru_cache(maxsize=4096)
 def path(exponent: int, dtype: torch.dtype) -> tuple[int, ...]:
     """The powers on the way to one that gives the same modulo two to the width of a type: an even number is 0 from its width
-    on, and the powers of an odd one repeat after a quarter of all numbers.
+    on, and the powers of an odd one repeat after a quarter as many as there are numbers of the type.
 
     >>> path(15, torch.int64), path(2**40 + 3, torch.int8)
-    ((1, 2, 3, 5, 10, 15), (1, 2, 3, 5, 10, 20, 40, 67))
+    ((1, 2, 3, 5, 10, 15), (1, 2, 4, 8, 16, 17, 33, 66, 67))
     """
     width = 8 * dtype.itemsize
     if exponent >= width:
