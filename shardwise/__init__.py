@@ -1,7 +1,7 @@
 """Shardwise: distributed tensors that mean what one device means."""
 
 from . import flex, save  # noqa: F401  flex teaches torch, when imported
-from .comm import Bundle, communication, init_mesh, simulate, trace_comm
+from .comm import Bundle, communication, debug_mode, init_mesh, simulate, trace_comm
 from .comm.calibrate import calibrate
 from .compiled import Program, capture, compile, compile_report, load_artifacts, save_artifacts
 from .errors import (
@@ -9,6 +9,7 @@ from .errors import (
     CompileError,
     LayoutError,
     MeshError,
+    MismatchError,
     OperatorError,
     PlanError,
     RematError,
@@ -37,6 +38,7 @@ __all__ = [
     "LayoutError",
     "Mesh",
     "MeshError",
+    "MismatchError",
     "OperatorError",
     "Partial",
     "Placement",
@@ -54,6 +56,7 @@ __all__ = [
     "communication",
     "compile",
     "compile_report",
+    "debug_mode",
     "distribute_tensor",
     "empty",
     "full",

@@ -1,0 +1,197 @@
+"""`debug_mode`: before each communication the ranks that take part compare what they are about to do; `Checker`, a door around
+another door that has them do so.
+
+Reads what is asked of the door, gives it on if the ranks agree, or the same error on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MismatchError, ShardwiseError, WorldError
+from ..layout import DTYPES, PerRank
+from ..mesh import Mesh
+from .context import caller
+from .door import Around, Counts, Door
+from .record import Recorder, Watch, watching
+from .session import Checks, Post, Session, difference
+
+#: The shape and the dtype of one message.
+Message = tuple[Sequence[int], torch.dtype]
+
+
+@contextlib.contextmanager
+def debug_mode(timeout: float = 300.0, lines: bool = True) -> Iterator[None]:
+    """Inside the block the ranks of a job compare what they are about to communicate, each time before they do: the operator,
+    the group, shapes and dtype, and the line of the program. Where they differ every rank raises the same `MismatchError`,
+    with what each was about to do, instead of waiting forever; and where a rank does not come any more, because it raised,
+    left the block, ended or died, or because ranks wait for each other.
+
+    `timeout` is for how many seconds a rank that lives is waited for. `lines=False` lets ranks meet from different lines. All
+    ranks of the job enter and leave the block together. Not seen are collectives of compiled and captured programs, and those
+    that the program asks of torch.distributed itself. In a simulated world there is nothing to compare.
+
+    >>> with debug_mode(timeout=60):
+    ...     pass
+    """
+    if not timeout > 0:
+        raise WorldError(f"debug_mode waits for a positive number of seconds, got timeout={timeout}")
+    now = watching.get() or Watch()
+    if now.checks is not None:
+        yield  # blocks inside one another are one
+        return
+    checks = Checks(float(timeout), lines)
+    checks.session()
+    try:
+        with watching.set(now._replace(checks=checks)):
+            yield
+    except BaseException as error:
+        _leave(checks, error)
+        raise
+    _leave(checks, None)
+
+
+def _leave(checks: Checks, error: BaseException | None) -> None:
+    session = checks.session()
+    if session is not None:
+        session.leave(error)
+
+
+# ── what ranks tell each other ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def announce(post: Post, meetings: Sequence[Iterable[int]], fields: Iterable[str] | None = None) -> None:
+    """Tell each of several sets of ranks, this one among them, what this one is about to do, and come back when all others
+    have told the same; else every rank raises. In a block of `debug_mode` only.
+
+    `fields` of the posts must agree (as a rule all that the block compares), and what one sends to another must be what that
+    one expects of it.
+    """
+    watch = watching.get()
+    session = None if watch is None or watch.checks is None else watch.checks.session()
+    if session is None or watch is None or watch.checks is None:
+        return
+    compared = watch.checks.fields if fields is None else tuple(fields)
+    for posts in session.meet(post, meetings):
+        text = difference(posts, compared)
+        if text:
+            session.fail(text)
+
+
+def announce_batch(
+    operator: str, send: Mapping[int, Sequence[Message]], receive: Mapping[int, Sequence[Message]], kind: str = "batch"
+) -> None:
+    """Tell every rank that this one sends to or receives from, in one batch, what the messages are, in order.
+
+    The n-th batch that two ranks have in common must hold the same messages between them, each way. Lines may differ, since
+    a program that names ranks does different things on them.
+    """
+    post = Post(kind, operator, line=str(caller()), send=_parcels(send), receive=_parcels(receive))
+    me = torch.distributed.get_rank()
+    peers = sorted({*send, *receive} - {me})
+    announce(post, [(me, peer) for peer in peers], fields=("kind",))
+
+
+def _parcels(messages: Mapping[int, Sequence[Message]]) -> dict[str, list[str]]:
+    return {str(rank): [_shown(*message) for message in several] for rank, several in messages.items() if several}
+
+
+def _shown(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{DTYPES.get(dtype, str(dtype))}[{', '.join(map(str, shape))}]"
+
+
+def _group(mesh: Mesh, axes: tuple[str, ...]) -> str:
+    """A group as text, with all that makes two meshes different ones."""
+    ranks = mesh.root.ranks
+    order = f"0 to {len(ranks) - 1}" if ranks == tuple(range(len(ranks))) else ", ".join(map(str, ranks))
+    return f"{', '.join(axes)} of {mesh.root!r} on {mesh.device} ranks {order}"
+
+
+# ── the door ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def watched_door(door: Door, world: str, operator: str, watch: Watch) -> Door:
+    """A door with everything around it that watches now."""
+    session = watch.checks.session() if watch.checks is not None and world == "processes" else None
+    if session is not None:
+        door = Checker(door, operator, session)
+    return Recorder(door, operator) if watch.logs else door
+
+
+class Checker(Around):
+    """A door through which a rank goes when all that take part are about to go through with the same."""
+
+    __slots__ = ("_operator", "_session")
+
+    def __init__(self, door: Door, operator: str, session: Session) -> None:
+        super().__init__(door)
+        self._operator, self._session = operator, session
+
+    @contextlib.contextmanager
+    def _together(self, post: Post, ranks: Sequence[int]) -> Iterator[None]:
+        """Around a communication of these ranks: before it they compare, and what goes wrong in it says where."""
+        if len(ranks) > 1:
+            announce(post, [ranks])
+        try:
+            yield
+        except ShardwiseError:
+            raise
+        except RuntimeError as error:
+            why = self._session.failure()
+            if why:
+                raise MismatchError(why) from error
+            error.add_note(f"in {post}")
+            raise
+
+    def _check(self, kind: str, x: Tensor, mesh: Mesh, axes: tuple[str, ...], **words: Any) -> Any:
+        ranks = () if self._door.traced(x) else self._ranks(mesh, axes)
+        value = words.pop("value", None)
+        shown = _shown(x.shape, x.dtype) if value is None else value
+        return self._together(Post(kind, self._operator, _group(mesh, axes), shown, str(caller()), **words), ranks)
+
+    def _ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks of this rank's group, in its order; none if it is not in the mesh."""
+        place = self._door.place(mesh)
+        return tuple(mesh.root.ranks[peer] for peer in mesh.root.peers(place, axes)) if place >= 0 else ()
+
+    def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Compare, then reduce."""
+        with self._check(f"all_reduce({kind})", x, mesh, axes):
+            return self._door.all_reduce(x, kind, mesh, axes)
+
+    def all_gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Compare, then gather."""
+        with self._check("all_gather", x, mesh, axes):
+            return self._door.all_gather(x, mesh, axes)
+
+    def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Compare, then reduce and scatter."""
+        with self._check(f"reduce_scatter({kind})", x, mesh, axes):
+            return self._door.reduce_scatter(x, kind, mesh, axes)
+
+    def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Compare what each sends with what the other expects, then exchange."""
+        place, ranks = self._door.place(mesh), self._ranks(mesh, axes)
+        going, coming = (dict(zip(ranks, _counts(counts, place, x.dtype), strict=False)) for counts in (send, receive))
+        with self._check("all_to_all", x, mesh, axes, value="", send=_parcels(going), receive=_parcels(coming)):
+            return self._door.all_to_all(x, send, receive, mesh, axes)
+
+    def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
+        """Compare, then broadcast."""
+        with self._check("broadcast", x, mesh, mesh.root.axes):
+            return self._door.broadcast(x, mesh)
+
+    def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+        """Compare that all ask, then ask."""
+        with self._check("shapes", x, mesh, mesh.root.axes, value=DTYPES.get(x.dtype, str(x.dtype))):
+            return self._door.shapes(x, mesh)
+
+
+def _counts(counts: Counts, place: int, dtype: torch.dtype) -> list[list[Message]]:
+    here = counts.at(max(place, 0)) if isinstance(counts, PerRank) else counts
+    return [[((count,), dtype)] for count in here]
