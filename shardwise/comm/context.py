@@ -74,16 +74,25 @@ _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (os.path.dirname(_
 _PASSED_THROUGH = (contextlib.__file__, functools.__file__)
 
 
+def callers(most: int) -> list[Line]:
+    """The innermost lines outside Shardwise and torch, at most so many; none in a thread that has no line of the user's.
+
+    >>> len(callers(1))
+    1
+    """
+    frame, found = sys._getframe(1), list[Line]()
+    while frame is not None and len(found) < most:
+        path = frame.f_code.co_filename
+        if not path.startswith(_LIBRARIES) and path not in _PASSED_THROUGH:
+            found.append(Line(path, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
 def caller() -> Line:
     """The innermost line outside Shardwise and torch; `<autograd>:0` in a thread that has no line of the user's.
 
     >>> caller().number > 0
     True
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(_LIBRARIES) and path not in _PASSED_THROUGH:
-            return Line(path, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
-    return Line("<autograd>", 0)
+    return next(iter(callers(1)), Line("<autograd>", 0))

@@ -7,8 +7,8 @@ Reads what is asked of the door, gives it on if the ranks agree, or the same err
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +16,12 @@ from torch import Tensor
 from ..errors import MismatchError, ShardwiseError, WorldError
 from ..layout import DTYPES, PerRank
 from ..mesh import Mesh
-from .context import caller
+from .context import caller, callers
 from .door import Around, Counts, Door
 from .record import Recorder, Watch, watching
-from .session import Checks, Post, Session, difference
+from .session import Checks, Post, Session
 
+T = TypeVar("T")
 #: The shape and the dtype of one message.
 Message = tuple[Sequence[int], torch.dtype]
 
@@ -46,23 +47,23 @@ def debug_mode(timeout: float = 300.0, lines: bool = True) -> Iterator[None]:
         yield  # blocks inside one another are one
         return
     checks = Checks(float(timeout), lines)
-    checks.session()
     try:
+        checks.session()
         with watching.set(now._replace(checks=checks)):
             yield
     except BaseException as error:
-        _leave(checks, error)
+        checks.leave(error)
         raise
-    _leave(checks, None)
-
-
-def _leave(checks: Checks, error: BaseException | None) -> None:
-    session = checks.session()
-    if session is not None:
-        session.leave(error)
+    checks.leave(None)
 
 
 # ── what ranks tell each other ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def current_session() -> Session | None:
+    """The session of the block of `debug_mode` around, in a job; else None."""
+    watch = watching.get()
+    return None if watch is None or watch.checks is None else watch.checks.session()
 
 
 def announce(post: Post, meetings: Sequence[Iterable[int]], fields: Iterable[str] | None = None) -> None:
@@ -72,15 +73,9 @@ def announce(post: Post, meetings: Sequence[Iterable[int]], fields: Iterable[str
     `fields` of the posts must agree (as a rule all that the block compares), and what one sends to another must be what that
     one expects of it.
     """
-    watch = watching.get()
-    session = None if watch is None or watch.checks is None else watch.checks.session()
-    if session is None or watch is None or watch.checks is None:
-        return
-    compared = watch.checks.fields if fields is None else tuple(fields)
-    for posts in session.meet(post, meetings):
-        text = difference(posts, compared)
-        if text:
-            session.fail(text)
+    session = current_session()
+    if session is not None:
+        session.agree(post, meetings, session.fields if fields is None else fields)
 
 
 def announce_batch(
@@ -91,10 +86,19 @@ def announce_batch(
     The n-th batch that two ranks have in common must hold the same messages between them, each way. Lines may differ, since
     a program that names ranks does different things on them.
     """
-    post = Post(kind, operator, line=str(caller()), send=_parcels(send), receive=_parcels(receive))
+    line, path = _lines()
+    post = Post(kind, operator, "", "", line, path, _parcels(send), _parcels(receive))
     me = torch.distributed.get_rank()
     peers = sorted({*send, *receive} - {me})
-    announce(post, [(me, peer) for peer in peers], fields=("kind",))
+    announce(post, [(me, peer) for peer in peers] or [(me,)], fields=("kind",))
+
+
+def finish(wait: Callable[[], T]) -> T:
+    """What a call gives that does nothing but wait for messages that were begun; in a block of `debug_mode` it is left waiting,
+    and every rank raises, if some rank fails meanwhile: in a batch with several ranks one of these may have found, after the
+    others began, that it does not agree with another one."""
+    session = current_session()
+    return wait() if session is None else session.finish(wait)
 
 
 def _parcels(messages: Mapping[int, Sequence[Message]]) -> dict[str, list[str]]:
@@ -103,6 +107,12 @@ def _parcels(messages: Mapping[int, Sequence[Message]]) -> dict[str, list[str]]:
 
 def _shown(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{DTYPES.get(dtype, str(dtype))}[{', '.join(map(str, shape))}]"
+
+
+def _lines() -> tuple[str, str]:
+    """The line of the user's program, and how it came there."""
+    first, *others = map(str, callers(3) or [caller()])
+    return first, f"(from {', '.join(others)})" if others else ""
 
 
 def _group(mesh: Mesh, axes: tuple[str, ...]) -> str:
@@ -152,7 +162,7 @@ class Checker(Around):
         ranks = () if self._door.traced(x) else self._ranks(mesh, axes)
         value = words.pop("value", None)
         shown = _shown(x.shape, x.dtype) if value is None else value
-        return self._together(Post(kind, self._operator, _group(mesh, axes), shown, str(caller()), **words), ranks)
+        return self._together(Post(kind, self._operator, _group(mesh, axes), shown, *_lines(), **words), ranks)
 
     def _ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks of this rank's group, in its order; none if it is not in the mesh."""

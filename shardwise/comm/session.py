@@ -17,8 +17,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from itertools import product
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from .._torch import job_store
 from ..errors import MismatchError
 from .context import caller
 
+T = TypeVar("T")
 #: Seconds between two signs of life of a rank.
 BEAT = 0.5
 #: After so many seconds without one it is taken for dead: one that lives may be in code that holds Python's lock for a while.
@@ -51,7 +54,8 @@ def in_job() -> bool:
 
 
 class Post(NamedTuple):
-    """What a rank is about to communicate; what it sends to others and expects from them, by rank, as `f32[4, 2]`.
+    """What a rank is about to communicate, for whom and from which line (and path to it), and what it sends to others and
+    expects from them, by rank.
 
     >>> print(Post("all_reduce(sum)", "aten.sum", "axes tp of Mesh(tp=2)", "f32[4]", "train.py:12"))
     all_reduce(sum) of f32[4] for aten.sum over axes tp of Mesh(tp=2) at train.py:12
@@ -64,15 +68,21 @@ class Post(NamedTuple):
     group: str = ""
     value: str = ""
     line: str = ""
+    path: str = ""
     send: dict[str, list[str]] = {}  # noqa: RUF012  never written to
     receive: dict[str, list[str]] = {}  # noqa: RUF012
 
     def __str__(self) -> str:
         words = [self.kind, self.value and f"of {self.value}", self.operator and f"for {self.operator}"]
-        words += [self.group and f"over {self.group}", self.line and f"at {self.line}"]
+        words += [self.group and f"over {self.group}", self.line and f"at {self.line}", self.path]
         parcels = [f"{' and '.join(messages)} to rank {rank}" for rank, messages in self.send.items()]
         parcels += [f"{' and '.join(messages)} from rank {rank}" for rank, messages in self.receive.items()]
         return " ".join(filter(None, words)) + (": " + ", ".join(parcels) if parcels else "")
+
+    def _only(self, rank: int) -> Post:
+        """The post as far as it is about messages from and to one rank."""
+        kept = [{name: parcels[name] for name in parcels if name == str(rank)} for parcels in (self.send, self.receive)]
+        return self._replace(send=kept[0], receive=kept[1])
 
 
 #: What must agree, by the name of the field, and what it is called.
@@ -94,20 +104,15 @@ def difference(posts: dict[int, Post], fields: Iterable[str]) -> str:
         more = " If these lines are meant to meet, use sw.debug_mode(lines=False)." if names == ["line"] else ""
         return (
             f"the ranks are about to do different communications:\n{_listed(posts)}\n"
-            f"They differ in {' and '.join(MUST[name] for name in names)}.{more}"
+            f"They differ in {', '.join(MUST[name] for name in names)}.{more}"
         )
-    for rank, other in ((rank, other) for rank in posts for other in posts):
+    for rank, other in product(posts, posts):
         sent, expected = posts[rank].send.get(str(other), []), posts[other].receive.get(str(rank), [])
         if sent != expected:
-            return (
-                f"rank {rank} is about to send {_messages(sent)} to rank {other}, which expects {_messages(expected)}:\n"
-                f"{_listed({rank: posts[rank], other: posts[other]})}"
-            )
+            both = {rank: posts[rank]._only(other), other: posts[other]._only(rank)}
+            what, instead = (" and ".join(several) or "nothing" for several in (sent, expected))
+            return f"rank {rank} is about to send {what} to rank {other}, which expects {instead}:\n{_listed(both)}"
     return ""
-
-
-def _messages(several: Sequence[str]) -> str:
-    return " and ".join(several) or "nothing"
 
 
 def _listed(posts: dict[int, Post]) -> str:
@@ -160,12 +165,20 @@ def _gone(error: Exception) -> str:
 # ── the session ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _fill(given: Future[T], call: Callable[[], T]) -> None:
+    try:
+        given.set_result(call())
+    except BaseException as error:
+        given.set_exception(error)
+
+
 class Session:
     """This rank's part in the checks of a job; to be ended by `leave`."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, lines: bool) -> None:
         number = _sessions[dist.group.WORLD] = _sessions.get(dist.group.WORLD, 0) + 1
         self.rank, self.timeout = dist.get_rank(), timeout
+        self.fields = tuple(name for name in MUST if lines or name != "line")
         self._store: Any = job_store(f"shardwise/debug/{number}")
         self._came: Counter[str] = Counter()
         self._step = 0
@@ -176,6 +189,10 @@ class Session:
         self._life.start()
         atexit.register(self._end_of_program)
 
+    def enter(self) -> None:
+        """Wait for all ranks of the job: one that left before others entered would not hear of their errors."""
+        self.agree(Post("sw.debug_mode()", line=str(caller())), [range(dist.get_world_size())], ("kind",))
+
     def meet(self, post: Post, meetings: Sequence[Iterable[int]]) -> list[dict[int, Post]]:
         """Leave a post for each of several sets of ranks, this one among them; what all of each set left, when all have."""
         with self._lock:
@@ -184,9 +201,23 @@ class Session:
             except dist.DistError as error:
                 raise MismatchError(f"rank {self.rank} was about to do {post}, and {_gone(error)}") from error
 
-    def fail(self, text: str) -> NoReturn:
-        """Raise on every rank; the first text counts, so that all say the same."""
-        raise MismatchError(self._blame(text))
+    def agree(self, post: Post, meetings: Sequence[Iterable[int]], fields: Iterable[str]) -> None:
+        """Come to meetings, and raise, as all others will, if what is left there does not fit together."""
+        for posts in self.meet(post, meetings):
+            text = difference(posts, fields)
+            if text:
+                raise MismatchError(self._blame(text))
+
+    def finish(self, wait: Callable[[], T]) -> T:
+        """What a call gives that only waits, unless some rank fails meanwhile: then it is left behind, in a thread."""
+        given: Future[T] = Future()
+        threading.Thread(target=_fill, args=(given, wait), daemon=True, name="shardwise-waits").start()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return given.result(LOOK)
+            why = self.failure()
+            if why:
+                raise MismatchError(why)
 
     def failure(self) -> str:
         """Why some rank failed; nothing if none did."""
@@ -306,7 +337,7 @@ class Session:
         beats, now = int(self._store.add(f"beat/{rank}", 0)), time.monotonic()
         if rank not in self._heard or self._heard[rank][0] != beats:
             self._heard[rank] = (beats, now)
-        return now - self._heard[rank][1] > min(SILENCE, self.timeout)
+        return now - self._heard[rank][1] > min(SILENCE, max(self.timeout / 2, 4 * BEAT))
 
     def _ring(self, standing: Standing) -> dict[int, Post]:
         """Ranks that wait for each other in a ring, with what for; none if there are none.
@@ -353,7 +384,7 @@ class Session:
     def _stay(self, seconds: float) -> str:
         """Wait until all ranks of the session have ended; why one of them failed, if one did."""
         start = looked = time.monotonic()
-        others = [rank for rank in range(dist.get_world_size()) if rank != self.rank and self._store.check([f"at/{rank}"])]
+        others = [rank for rank in range(dist.get_world_size()) if rank != self.rank]
         while not self._store.check([f"end/{rank}" for rank in others]):
             now = time.monotonic()
             if now - start > seconds:
@@ -377,15 +408,21 @@ class Session:
 class Checks:
     """What a block of `debug_mode` asks for, and its session, which begins when there is a job."""
 
-    __slots__ = ("_session", "fields", "timeout")
+    __slots__ = ("_session", "lines", "timeout")
 
     def __init__(self, timeout: float, lines: bool) -> None:
-        self.timeout = timeout
-        self.fields = tuple(name for name in MUST if lines or name != "line")
+        self.timeout, self.lines = timeout, lines
         self._session: Session | None = None
 
     def session(self) -> Session | None:
-        """The session of this block, begun if it has not; None where this process works alone."""
+        """The session of this block, entered if it has not been; None where this process works alone."""
         if self._session is None and in_job():
-            self._session = Session(self.timeout)
+            self._session = Session(self.timeout, self.lines)
+            self._session.enter()
         return self._session
+
+    def leave(self, error: BaseException | None) -> None:
+        """Leave the session, also one that has not been entered: others may wait there."""
+        session = self.session() if error is None else self._session
+        if session is not None:
+            session.leave(error)
