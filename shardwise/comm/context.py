@@ -71,7 +71,9 @@ class Line(NamedTuple):
 
 
 _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
-_PASSED_THROUGH = (contextlib.__file__, functools.__file__)
+#: Programs that this library wrote have this name in place of a file's.
+CAPTURED = "<captured program>"
+_PASSED_THROUGH = (contextlib.__file__, functools.__file__, CAPTURED)
 
 
 def callers(most: int) -> list[Line]:

@@ -66,6 +66,12 @@ def current_session() -> Session | None:
     return None if watch is None or watch.checks is None else watch.checks.session()
 
 
+def checks_here() -> bool:
+    """Whether this is in a block of `debug_mode`, of however many ranks."""
+    watch = watching.get()
+    return watch is not None and watch.checks is not None
+
+
 def announce(post: Post, meetings: Sequence[Iterable[int]], fields: Iterable[str] | None = None) -> None:
     """Tell each of several sets of ranks, this one among them, what this one is about to do, and come back when all others
     have told the same; else every rank raises. In a block of `debug_mode` only.
@@ -87,7 +93,7 @@ def announce_batch(
     a program that names ranks does different things on them.
     """
     line, path = _lines()
-    post = Post(kind, operator, "", "", line, path, _parcels(send), _parcels(receive))
+    post = Post(kind, operator, "", "", line, path, parcels(send), parcels(receive))
     me = torch.distributed.get_rank()
     peers = sorted({*send, *receive} - {me})
     announce(post, [(me, peer) for peer in peers] or [(me,)], fields=("kind",))
@@ -101,11 +107,13 @@ def finish(wait: Callable[[], T]) -> T:
     return wait() if session is None else session.finish(wait)
 
 
-def _parcels(messages: Mapping[int, Sequence[Message]]) -> dict[str, list[str]]:
-    return {str(rank): [_shown(*message) for message in several] for rank, several in messages.items() if several}
+def parcels(messages: Mapping[int, Sequence[Message]]) -> dict[str, list[str]]:
+    """Messages by rank, as a post tells them."""
+    return {str(rank): [shown(*message) for message in several] for rank, several in messages.items() if several}
 
 
-def _shown(shape: Sequence[int], dtype: torch.dtype) -> str:
+def shown(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """A tensor as `f32[4, 2]`."""
     return f"{DTYPES.get(dtype, str(dtype))}[{', '.join(map(str, shape))}]"
 
 
@@ -115,7 +123,7 @@ def _lines() -> tuple[str, str]:
     return first, f"(from {', '.join(others)})" if others else ""
 
 
-def _group(mesh: Mesh, axes: tuple[str, ...]) -> str:
+def group_text(mesh: Mesh, axes: tuple[str, ...]) -> str:
     """A group as text, with all that makes two meshes different ones."""
     ranks = mesh.root.ranks
     order = f"0 to {len(ranks) - 1}" if ranks == tuple(range(len(ranks))) else ", ".join(map(str, ranks))
@@ -161,8 +169,8 @@ class Checker(Around):
     def _check(self, kind: str, x: Tensor, mesh: Mesh, axes: tuple[str, ...], **words: Any) -> Any:
         ranks = () if self._door.traced(x) else self._ranks(mesh, axes)
         value = words.pop("value", None)
-        shown = _shown(x.shape, x.dtype) if value is None else value
-        return self._together(Post(kind, self._operator, _group(mesh, axes), shown, *_lines(), **words), ranks)
+        value = shown(x.shape, x.dtype) if value is None else value
+        return self._together(Post(kind, self._operator, group_text(mesh, axes), value, *_lines(), **words), ranks)
 
     def _ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks of this rank's group, in its order; none if it is not in the mesh."""
@@ -188,7 +196,7 @@ class Checker(Around):
         """Compare what each sends with what the other expects, then exchange."""
         place, ranks = self._door.place(mesh), self._ranks(mesh, axes)
         going, coming = (dict(zip(ranks, _counts(counts, place, x.dtype), strict=False)) for counts in (send, receive))
-        with self._check("all_to_all", x, mesh, axes, value="", send=_parcels(going), receive=_parcels(coming)):
+        with self._check("all_to_all", x, mesh, axes, value="", send=parcels(going), receive=parcels(coming)):
             return self._door.all_to_all(x, send, receive, mesh, axes)
 
     def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:

@@ -177,7 +177,7 @@ class Session:
 
     def __init__(self, timeout: float, lines: bool) -> None:
         number = _sessions[dist.group.WORLD] = _sessions.get(dist.group.WORLD, 0) + 1
-        self.rank, self.timeout = dist.get_rank(), timeout
+        self.job, self.rank, self.timeout = dist.group.WORLD, dist.get_rank(), timeout
         self.fields = tuple(name for name in MUST if lines or name != "line")
         self._store: Any = job_store(f"shardwise/debug/{number}")
         self._came: Counter[str] = Counter()
@@ -227,16 +227,20 @@ class Session:
         """Say that this rank comes to no meeting any more. Then stay until all others have said so, since the store may end
         with this process; with an error only so long that those who wait can learn of it."""
         self._say_end(f"left sw.debug_mode() at {caller()}" if error is None else f"raised {type(error).__name__}: {error}")
-        atexit.unregister(self._end_of_program)
         try:
             why = self._stay(self.timeout) if error is None else self._stay(GRACE)
         except dist.DistError:
             return  # the process that held the store has ended, and no one waits any more
         finally:
-            self._ended.set()
-            self._life.join(BEAT)
+            self.end()
         if error is None and why:
             raise MismatchError(why)
+
+    def end(self) -> None:
+        """Give no more signs of life."""
+        atexit.unregister(self._end_of_program)
+        self._ended.set()
+        self._life.join(BEAT)
 
     # ── meetings ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -378,8 +382,7 @@ class Session:
         """Called where the program ends inside the block."""
         error = getattr(sys, "last_value", None)
         self._say_end("ended its program" + ("" if error is None else f" by {type(error).__name__}: {error}"))
-        self._ended.set()
-        self._life.join(BEAT)
+        self.end()
 
     def _stay(self, seconds: float) -> str:
         """Wait until all ranks of the session have ended; why one of them failed, if one did."""
@@ -415,7 +418,10 @@ class Checks:
         self._session: Session | None = None
 
     def session(self) -> Session | None:
-        """The session of this block, entered if it has not been; None where this process works alone."""
+        """The session of this block in this job, entered if it has not been; None where this process works alone."""
+        if self._session is not None and self._session.job is not dist.group.WORLD:
+            self._session.end()
+            self._session = None
         if self._session is None and in_job():
             self._session = Session(self.timeout, self.lines)
             self._session.enter()

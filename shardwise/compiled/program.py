@@ -13,9 +13,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .._torch import OpOverload, below_autograd, probe, quick_call
+from ..comm.context import CAPTURED
+
+#: What to call, with the same arguments, before a node; None: nothing.
+Before = Callable[[Node], Callable[..., None] | None]
 
 
-def assemble(graph: Graph) -> Callable[[list[Any]], Any]:
+def assemble(graph: Graph, before: Before = lambda node: None) -> Callable[[list[Any]], Any]:
     """A function of the list of inputs, which it empties, so that memory is free as soon as nothing needs it.
 
     >>> import torch
@@ -35,6 +39,8 @@ def assemble(graph: Graph) -> Callable[[list[Any]], Any]:
         if node.op == "output":
             lines.append(f"return {_written(node.args[0], names, scope)}")
             break
+        first = before(node)
+        lines += [] if first is None else [f"{_constant(first, scope)}({_given(node, names, scope)})"]
         lines.append(f"{names[node]} = {_call(node, names, scope)}")
         gone = [names[old] for old in last.get(node, ())]
         lines += [f"del {', '.join(gone)}"] if gone else []
@@ -43,7 +49,7 @@ def assemble(graph: Graph) -> Callable[[list[Any]], Any]:
     source = "\n    ".join(
         ["def program(inputs):", *unpack, "inputs.clear()", "with below_autograd():", *[f"    {x}" for x in lines]]
     )
-    exec(compile(source, "<captured program>", "exec"), scope)
+    exec(compile(source, CAPTURED, "exec"), scope)
     function: Callable[[list[Any]], Any] = scope["program"]
     return function
 
@@ -66,11 +72,14 @@ def _call(node: Node, names: dict[Node, str], scope: dict[str, Any]) -> str:
         return _constant(functools.reduce(getattr, str(node.target).split("."), node.graph.owning_module), scope)
     if node.op != "call_function":
         raise AssertionError(f"a local program has operators only, got {node.format_node()}")
-    given = [_written(arg, names, scope) for arg in node.args]
-    given += [f"{name}={_written(arg, names, scope)}" for name, arg in node.kwargs.items()]
     if getattr(node.target, "__name__", "") == "getitem":
-        return f"{given[0]}[{given[1]}]"
-    return f"{_constant(_quickest(node), scope)}({', '.join(given)})"
+        return f"{_written(node.args[0], names, scope)}[{_written(node.args[1], names, scope)}]"
+    return f"{_constant(_quickest(node), scope)}({_given(node, names, scope)})"
+
+
+def _given(node: Node, names: dict[Node, str], scope: dict[str, Any]) -> str:
+    given = [_written(arg, names, scope) for arg in node.args]
+    return ", ".join(given + [f"{name}={_written(arg, names, scope)}" for name, arg in node.kwargs.items()])
 
 
 def _quickest(node: Node) -> Any:

@@ -302,3 +302,31 @@ def test_alone_nothing_is_compared() -> None:
         assert type(door(mesh)).__name__ == "Simulated"
     with pytest.raises(WorldError, match="got timeout=0"), sw.debug_mode(timeout=0):
         pass
+
+
+# ── captured programs ──
+
+
+def run_captured() -> tuple[Any, Any, tuple[str, str, float]]:
+    """A captured step, with and without debug mode, and one that a rank skips before another."""
+    mesh = sw.init_mesh(dp=2, tp=2)
+    x = sw.distribute_tensor(torch.arange(20.0).view(4, 5), mesh, {"dp": Shard(0), "tp": Shard(1)})
+    step = sw.capture(lambda x: (x @ x.T).sum())
+    other = sw.capture(lambda x: x.redistribute(placements=[Replicate(), Replicate()]).to_local().sum())
+    plain, moved = step(x).item(), other(x).item()
+    assert under_debug(lambda: [step(x).item(), other(x).item()]) == [plain, moved]
+
+    def skipping() -> None:
+        if not rank_is(3):
+            step(x)
+        other(x)
+
+    return plain, moved, told(skipping)
+
+
+def test_captured_programs_are_compared(pool: Any) -> None:
+    replies = pool(4).run(run_captured)
+    texts = {text for *_, (kind, text, _) in replies if kind == "MismatchError"}
+    assert len(texts) == 1 and all(seconds < SECONDS for *_, (_, _, seconds) in replies)
+    assert re.search(r"for aten.mm over .* at test_debug.py:\d+ in a captured program", min(texts)), texts
+    assert re.search(r"rank 3: all_to_all over .* at test_debug.py:\d+", min(texts)), texts

@@ -1,0 +1,102 @@
+"""What debug mode costs: the time of a collective with it and without, on Gloo processes, and of opening a door without it.
+
+    python benchmarks/debug_mode.py [--ranks 4]
+
+Rounds alternate between the two, and the best one counts; the time of a round is that of the slowest rank. A door without debug
+mode is compared with one that looks for logs only. Exits with 1 when that look costs more than noise.
+"""
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import shardwise as sw
+from shardwise.comm import Processes, door
+from shardwise.comm.context import Setting
+from shardwise.comm.record import Recorder
+
+ROUNDS, CALLS, LOOKS = 15, 30, 20_000
+#: The most that a door may cost without debug mode, over one that knows nothing of it.
+DOOR_TARGET = 1.1
+Call = Callable[[], object]
+
+
+def seconds(call: Call, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+def slowest(call: Call) -> float:
+    """Seconds per call, on the slowest rank."""
+    dist.barrier()
+    found = torch.tensor([seconds(call, CALLS)])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
+
+
+def measure(rank: int, ranks: int, port: int) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    mesh = sw.init_mesh(tp=ranks)
+    small, large = torch.ones(256), torch.ones(1 << 18)
+    calls: dict[str, Call] = {
+        "all_reduce, 1 KiB": lambda: door(mesh).all_reduce(small, "sum", mesh, ("tp",)),
+        "all_reduce, 1 MiB": lambda: door(mesh).all_reduce(large, "sum", mesh, ("tp",)),
+        "all_gather, 1 KiB": lambda: door(mesh).all_gather(small, mesh, ("tp",)),
+        "all_gather, 1 MiB": lambda: door(mesh).all_gather(large, mesh, ("tp",)),
+    }
+    if rank == 0:
+        print(f"{'µs, ' + str(ranks) + ' Gloo ranks':24}{'off':>10}{'on':>10}{'more':>10}")
+    for name, call in calls.items():
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(ROUNDS):
+            for on, found in times.items():
+                with sw.debug_mode() if on else nullcontext():
+                    found.append(slowest(call))
+        off, on = (min(found) * 1e6 for found in times.values())
+        if rank == 0:
+            print(f"{name:24}{off:10.0f}{on:10.0f}{on - off:10.0f}", flush=True)
+    dist.destroy_process_group()
+
+
+def door_ratio() -> float:
+    """What a door costs now, over one that looks for logs only."""
+    mesh, logs = sw.init_mesh(tp=2), Setting[tuple[str, ...]]("logs alone", ())
+    doors = {"simulated": door(mesh), "processes": Processes()}
+
+    def knowing_logs(mesh: sw.Mesh, operator: str = "") -> object:
+        found = doors[mesh.world]
+        return Recorder(found, operator) if logs.get() and not torch.compiler.is_compiling() else found
+
+    pairs = [(seconds(lambda: door(mesh), LOOKS), seconds(lambda: knowing_logs(mesh), LOOKS)) for _ in range(4 * ROUNDS)]
+    now, then = (min(times) * 1e9 for times in zip(*pairs, strict=True))
+    print(f"\ndoor(mesh) without debug mode: {now:.0f} ns, {then:.0f} ns if it looked for logs only")
+    return now / then
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--ranks", type=int, default=4)
+    ranks = options.parse_args().ranks
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(measure, (ranks, port), ranks)
+    ratio = door_ratio()
+    print(f"ratio {ratio:.2f}  {'OK' if ratio <= DOOR_TARGET else f'MISS {DOOR_TARGET}'}")
+    sys.exit(ratio > DOOR_TARGET)
+
+
+if __name__ == "__main__":
+    main()
