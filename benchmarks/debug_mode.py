@@ -23,7 +23,7 @@ from shardwise.comm import Processes, door
 from shardwise.comm.context import Setting
 from shardwise.comm.record import Recorder
 
-ROUNDS, CALLS, LOOKS = 15, 30, 20_000
+ROUNDS, CALLS, LOOKS = 10, 20, 20_000
 #: The most that a door may cost without debug mode, over one that knows nothing of it.
 DOOR_TARGET = 1.1
 Call = Callable[[], object]

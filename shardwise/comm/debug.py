@@ -34,8 +34,9 @@ def debug_mode(timeout: float = 300.0, lines: bool = True) -> Iterator[None]:
     left the block, ended or died, or because ranks wait for each other.
 
     `timeout` is for how many seconds a rank that lives is waited for. `lines=False` lets ranks meet from different lines. All
-    ranks of the job enter and leave the block together. Not seen are collectives of compiled and captured programs, and those
-    that the program asks of torch.distributed itself. In a simulated world there is nothing to compare.
+    ranks of the job enter and leave the block together. Captured programs are compared too. Not seen are the collectives of
+    compiled programs, those that the program asks of torch.distributed itself, and the making of groups. In a simulated world
+    there is nothing to compare.
 
     >>> with debug_mode(timeout=60):
     ...     pass
