@@ -168,15 +168,25 @@ class Checker(Around):
             raise
 
     def _check(self, kind: str, x: Tensor, mesh: Mesh, axes: tuple[str, ...], **words: Any) -> Any:
-        ranks = () if self._door.traced(x) else self._ranks(mesh, axes)
+        if self._door.traced(x):
+            return contextlib.nullcontext()
         value = words.pop("value", None)
         value = shown(x.shape, x.dtype) if value is None else value
-        return self._together(Post(kind, self._operator, group_text(mesh, axes), value, *_lines(), **words), ranks)
+        post = Post(kind, self._operator, group_text(mesh, axes), value, *_lines(), **words)
+        return self._together(post, self._ranks(mesh, axes))
 
     def _ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks of this rank's group, in its order; none if it is not in the mesh."""
         place = self._door.place(mesh)
         return tuple(mesh.root.ranks[peer] for peer in mesh.root.peers(place, axes)) if place >= 0 else ()
+
+    def _parcels(self, counts: Counts, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, list[str]]:
+        """So many elements for each of this rank's group, as a post tells them."""
+        ranks = () if self._door.traced(x) else self._ranks(mesh, axes)
+        if not ranks:
+            return {}
+        here = counts.at(self._door.place(mesh)) if isinstance(counts, PerRank) else counts
+        return parcels({rank: [((count,), x.dtype)] for rank, count in zip(ranks, here, strict=True)})
 
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Compare, then reduce."""
@@ -195,9 +205,8 @@ class Checker(Around):
 
     def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Compare what each sends with what the other expects, then exchange."""
-        place, ranks = self._door.place(mesh), self._ranks(mesh, axes)
-        going, coming = (dict(zip(ranks, _counts(counts, place, x.dtype), strict=False)) for counts in (send, receive))
-        with self._check("all_to_all", x, mesh, axes, value="", send=parcels(going), receive=parcels(coming)):
+        going, coming = (self._parcels(counts, x, mesh, axes) for counts in (send, receive))
+        with self._check("all_to_all", x, mesh, axes, value="", send=going, receive=coming):
             return self._door.all_to_all(x, send, receive, mesh, axes)
 
     def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
@@ -209,8 +218,3 @@ class Checker(Around):
         """Compare that all ask, then ask."""
         with self._check("shapes", x, mesh, mesh.root.axes, value=DTYPES.get(x.dtype, str(x.dtype))):
             return self._door.shapes(x, mesh)
-
-
-def _counts(counts: Counts, place: int, dtype: torch.dtype) -> list[list[Message]]:
-    here = counts.at(max(place, 0)) if isinstance(counts, PerRank) else counts
-    return [[((count,), dtype)] for count in here]

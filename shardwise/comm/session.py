@@ -157,6 +157,10 @@ def _members(name: str) -> list[int]:
     return [int(rank) for rank in name.split(",")]
 
 
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
 def _gone(error: Exception) -> str:
     reason = str(error).partition("\n")[0]
     return f"the job's store is gone, so the process that held it has ended ({reason}); look for its own error"
@@ -226,9 +230,9 @@ class Session:
     def leave(self, error: BaseException | None) -> None:
         """Say that this rank comes to no meeting any more. Then stay until all others have said so, since the store may end
         with this process; with an error only so long that those who wait can learn of it."""
-        self._say_end(f"left sw.debug_mode() at {caller()}" if error is None else f"raised {type(error).__name__}: {error}")
+        self._say_end(f"left sw.debug_mode() at {caller()}" if error is None else f"raised {_short(error)}")
         try:
-            why = self._stay(self.timeout) if error is None else self._stay(GRACE)
+            why = self._stay(self.timeout, heeds=True) if error is None else self._stay(GRACE, heeds=False)
         except dist.DistError:
             return  # the process that held the store has ended, and no one waits any more
         finally:
@@ -255,7 +259,7 @@ class Session:
         try:
             why = self._wait(keys, standing)
         except BaseException as error:
-            self._give_up(standing, f"rank {self.rank} raised {type(error).__name__}: {error}, and was about to do {post}")
+            self._give_up(standing, f"rank {self.rank} raised {_short(error)}, and was about to do {post}")
             raise
         words = {self._word(name, number, "stop" if why else "go") for name, number in standing.last}
         if words != {"go"}:
@@ -311,8 +315,8 @@ class Session:
                 return self._blame(f"these ranks wait for each other, and none can go on:\n{_listed(ring)}")
         more = ""
         if not found and waited > self.timeout:
-            found = [(rank, "has not come") for rank in late]
-            more = f"\nThis was waited for {waited:.1f} s; sw.debug_mode(timeout=...) allows more, if they are only slow."
+            found = [(rank, "lives") if self._at(rank) else (rank, "is not here") for rank in late]
+            more = f"\nThey did not within {waited:.1f} s; if they are only slow, allow more by sw.debug_mode(timeout=...)."
         lines = [f"  rank {rank} {how}; {self._last(rank)}" for rank, how in found]
         head = f"rank {self.rank} waits for {_named(late)}:\n  rank {self.rank}: {standing.post}\n"
         return self._blame(head + "\n".join(lines) + more) if found else ""
@@ -381,18 +385,18 @@ class Session:
     def _end_of_program(self) -> None:
         """Called where the program ends inside the block."""
         error = getattr(sys, "last_value", None)
-        self._say_end("ended its program" + ("" if error is None else f" by {type(error).__name__}: {error}"))
+        self._say_end("ended its program" + ("" if error is None else f" by {_short(error)}"))
         self.end()
 
-    def _stay(self, seconds: float) -> str:
-        """Wait until all ranks of the session have ended; why one of them failed, if one did."""
+    def _stay(self, seconds: float, heeds: bool) -> str:
+        """Wait until all ranks of the session have ended, or one has failed that this one heeds; why, if one did."""
         start = looked = time.monotonic()
         others = [rank for rank in range(dist.get_world_size()) if rank != self.rank]
         while not self._store.check([f"end/{rank}" for rank in others]):
             now = time.monotonic()
             if now - start > seconds:
                 break
-            if now - looked > LOOK and seconds != GRACE:
+            if heeds and now - looked > LOOK:
                 looked = now
                 late = [rank for rank in others if not self._ended_how(rank)]
                 why = self.failure() or self._death(late)
