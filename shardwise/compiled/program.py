@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -19,8 +20,10 @@ from ..comm.context import CAPTURED
 Before = Callable[[Node], Callable[..., None] | None]
 
 
-def assemble(graph: Graph, before: Before = lambda node: None) -> Callable[[list[Any]], Any]:
+def assemble(graph: Graph, before: Before | None = None) -> Callable[[list[Any]], Any]:
     """A function of the list of inputs, which it empties, so that memory is free as soon as nothing needs it.
+
+    One with something `before` may be made while programs run: quicker ways are not tried for it, which draws random numbers.
 
     >>> import torch
     >>> graph = torch.fx.symbolic_trace(lambda x: torch.ops.aten.add.Tensor(x, 1)).graph
@@ -39,9 +42,9 @@ def assemble(graph: Graph, before: Before = lambda node: None) -> Callable[[list
         if node.op == "output":
             lines.append(f"return {_written(node.args[0], names, scope)}")
             break
-        first = before(node)
+        first = None if before is None else before(node)
         lines += [] if first is None else [f"{_constant(first, scope)}({_given(node, names, scope)})"]
-        lines.append(f"{names[node]} = {_call(node, names, scope)}")
+        lines.append(f"{names[node]} = {_call(node, names, scope, _quickest if before is None else attrgetter('target'))}")
         gone = [names[old] for old in last.get(node, ())]
         lines += [f"del {', '.join(gone)}"] if gone else []
     unpack = [f"{', '.join(taken)}{',' if len(taken) == 1 else ''} = inputs"] if taken else []
@@ -67,14 +70,14 @@ def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
     return last
 
 
-def _call(node: Node, names: dict[Node, str], scope: dict[str, Any]) -> str:
+def _call(node: Node, names: dict[Node, str], scope: dict[str, Any], way: Callable[[Node], Any]) -> str:
     if node.op == "get_attr":
         return _constant(functools.reduce(getattr, str(node.target).split("."), node.graph.owning_module), scope)
     if node.op != "call_function":
         raise AssertionError(f"a local program has operators only, got {node.format_node()}")
     if getattr(node.target, "__name__", "") == "getitem":
         return f"{_written(node.args[0], names, scope)}[{_written(node.args[1], names, scope)}]"
-    return f"{_constant(_quickest(node), scope)}({_given(node, names, scope)})"
+    return f"{_constant(way(node), scope)}({_given(node, names, scope)})"
 
 
 def _given(node: Node, names: dict[Node, str], scope: dict[str, Any]) -> str:

@@ -307,14 +307,21 @@ def test_alone_nothing_is_compared() -> None:
 # ── captured programs ──
 
 
+def seeded(function: Callable[[Any], torch.Tensor], x: Any) -> torch.Tensor:
+    torch.manual_seed(1)
+    return function(x)
+
+
 def run_captured() -> tuple[Any, Any, tuple[str, str, float]]:
     """A captured step, with and without debug mode, and one that a rank skips before another."""
     mesh = sw.init_mesh(dp=2, tp=2)
     x = sw.distribute_tensor(torch.arange(20.0).view(4, 5), mesh, {"dp": Shard(0), "tp": Shard(1)})
     step = sw.capture(lambda x: (x @ x.T).sum())
     other = sw.capture(lambda x: x.redistribute(placements=[Replicate(), Replicate()]).to_local().sum())
+    noisy = sw.capture(lambda x: torch.nn.functional.dropout(x, 0.5).to_local())
     plain, moved = step(x).item(), other(x).item()
     assert under_debug(lambda: [step(x).item(), other(x).item()]) == [plain, moved]
+    assert torch.equal(seeded(noisy, x), under_debug(lambda: seeded(noisy, x))), "nothing more is drawn"
 
     def skipping() -> None:
         if not rank_is(3):
