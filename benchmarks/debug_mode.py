@@ -84,7 +84,7 @@ print(min(look() for _ in range(3000)))
 
 
 def door_seconds(folder: str) -> float:
-    """What `door(mesh)` costs without debug mode in the checkout in a folder; many short rounds, for a machine that others use."""
+    """What `door(mesh)` costs without debug mode in the checkout in a folder; many short rounds, as the machine is shared."""
     environment = {**os.environ, "PYTHONPATH": folder}
     return float(subprocess.run([sys.executable, "-c", DOOR], env=environment, check=True, capture_output=True).stdout)
 
