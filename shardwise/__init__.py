@@ -1,7 +1,7 @@
 """Shardwise: distributed tensors that mean what one device means."""
 
 from . import flex, p2p, save  # noqa: F401  flex teaches torch, when imported
-from .comm import Bundle, communication, init_mesh, simulate, trace_comm
+from .comm import Bundle, communication, debug_mode, init_mesh, simulate, trace_comm
 from .comm.calibrate import calibrate
 from .compiled import Program, capture, compile, compile_report, load_artifacts, save_artifacts
 from .each import each_rank
@@ -10,6 +10,7 @@ from .errors import (
     CompileError,
     LayoutError,
     MeshError,
+    MismatchError,
     OperatorError,
     PlanError,
     RematError,
@@ -39,6 +40,7 @@ __all__ = [
     "LayoutError",
     "Mesh",
     "MeshError",
+    "MismatchError",
     "OperatorError",
     "Partial",
     "Placement",
@@ -56,6 +58,7 @@ __all__ = [
     "communication",
     "compile",
     "compile_report",
+    "debug_mode",
     "distribute_tensor",
     "each_rank",
     "empty",

@@ -8,10 +8,11 @@
     ├── CommunicationError   communication that `sw.communication("forbid")` refused
     ├── RematError           a block that is not the same the second time, or cannot be run twice
     ├── CompileError         a program that another rank failed to compile, or artifacts that do not fit here
+    ├── MismatchError        ranks that are about to communicate different things, found by `sw.debug_mode()`
     └── WorldError           the world around: ranks that disagree, a value that differs between simulated ranks
 
 Each is raised from facts that every rank knows, before any communication, so all ranks raise it alike; a CompileError tells
-each rank what it waited for.
+each rank what it waited for, and a MismatchError tells all what one of them found.
 """
 
 
@@ -45,6 +46,10 @@ class RematError(ShardwiseError, RuntimeError):
 
 class CompileError(ShardwiseError, RuntimeError):
     """A program that another rank failed to compile, or artifacts that do not fit here."""
+
+
+class MismatchError(ShardwiseError, RuntimeError):
+    """Ranks that are about to communicate different things, or one that the others wait for in vain."""
 
 
 class WorldError(ShardwiseError, RuntimeError):
