@@ -27,6 +27,10 @@ from ..tensor import DTensor
 
 wait_tensor = collectives.wait_tensor.default
 
+#: Sent to nobody: what a batch that requires grad, and sends nothing that does, has its gradient for.
+_ANCHOR = torch.empty(0, requires_grad=True)
+_NOBODY = "nobody"
+
 # ── what a user says ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -50,6 +54,7 @@ class Receive(NamedTuple):
     shape: Any
     dtype: torch.dtype
     source: Peer
+    requires_grad: bool = False
 
 
 def peer(
@@ -92,17 +97,21 @@ def recv(
     shape: Sequence[int] | Sequence[Sequence[int]],
     dtype: torch.dtype = torch.float32,
     source: int | Mapping[int, int] | Peer | None = None,
+    *,
+    requires_grad: bool = False,
     **along: Any,
 ) -> Receive:
     """A tensor to receive: from a rank, from a rank for each one that receives (`{1: 0, 3: 2}`), or along an axis (see `peer`).
 
     Its shape is one for all ranks, or a list of shapes, one for each rank of the mesh. A rank that nobody sends to gets zeros.
+    It requires grad where a tensor does that is sent in the same batch, and where `requires_grad` says so: a rank that only
+    receives cannot know by itself that the sender waits for a gradient.
 
     >>> import shardwise as sw
     >>> recv((2,), torch.float32, mesh=sw.init_mesh(pp=4), axis="pp", shift=-1).source.route
     'shift -1 wrap pp'
     """
-    return Receive(shape, dtype, _peer(source, along))
+    return Receive(shape, dtype, _peer(source, along), requires_grad)
 
 
 def _local(x: Tensor, along: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
@@ -140,6 +149,8 @@ def batch(ops: Iterable[Send | Receive]) -> tuple[Tensor, ...]:
     """
     ops = list(ops)
     sends, receives = [op for op in ops if isinstance(op, Send)], [op for op in ops if isinstance(op, Receive)]
+    if any([op.requires_grad for op in receives]) and not any([op.x.requires_grad for op in sends]):
+        sends.append(Send(_ANCHOR, Peer(receives[0].source.mesh, _NOBODY)))
     dims, sizes = _sizes([op.shape for op in receives])
     told = (
         _mesh_of([op.to for op in sends] + [op.source for op in receives]),
@@ -235,21 +246,21 @@ def exchange(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
         raise OperatorError(f"a batch of {len(told.goals)} sends got {len(sent)} tensors")
     check_matched(told, sent)
     world = door(told.mesh)
-    if any(x.requires_grad and world.replicate(x, told.mesh) is not x for x in sent):
+    if any(x.requires_grad and x.numel() and world.replicate(x, told.mesh) is not x for x in sent):
         raise OperatorError(
             "p2p.batch: a plain tensor that requires grad in a simulated world, where each rank has its own: send what a "
             "DTensor's to_local() gives, or a Bundle"
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in sent):
         return list(_Batch.apply(told, *sent))
-    return _run(sent, told)
+    return run(sent, told)
 
 
 class _Batch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, told: Batch, *sent: Tensor) -> tuple[Tensor, ...]:
-        ctx.told, ctx.like = told, [_like(x) for x in sent]
-        outs = _run(sent, told)
+        ctx.told, ctx.like = told, [like(x) for x in sent]
+        outs = run(sent, told)
         ctx.mark_non_differentiable(*(out for out in outs if not _flows(out.dtype)))
         ctx.set_materialize_grads(False)
         return tuple(outs)
@@ -266,7 +277,7 @@ class _Batch(torch.autograd.Function):
         given = [_zeros(told, i) if (grad := grads[i]) is None else wait(grad) for i in back]
         found: list[Tensor | None] = [None] * len(ctx.like)
         for i, grad in zip(forth, exchange(given, reverse), strict=True):
-            found[i] = wait(grad)
+            found[i] = None if told.goals[i] == _NOBODY else wait(grad)
         return None, *found
 
 
@@ -274,7 +285,7 @@ def _flows(kind: torch.dtype) -> bool:
     return kind.is_floating_point or kind.is_complex
 
 
-def _like(x: Tensor) -> tuple[Shape, torch.dtype]:
+def like(x: Tensor) -> tuple[Shape, torch.dtype]:
     """The shape, at every place, and the dtype of a local value."""
     if isinstance(x, Bundle):
         shapes = [tuple(piece.shape) for piece in x.pieces]
@@ -294,7 +305,8 @@ def _nothing(shape: tuple[int, ...], kind: torch.dtype, device: torch.device) ->
     return torch.zeros(shape, dtype=kind, device=device)
 
 
-def _run(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
+def run(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
+    """What is received of a batch, perhaps on its way still; below autograd."""
     sent = [wait(x) for x in sent]
     world = door(told.mesh, "p2p")
     if world.traced(sent[0] if sent else torch.empty(0)):
