@@ -1,9 +1,8 @@
 """`ring_attention`: attention of sequences that are cut along a mesh axis, by passing keys and values round.
 
 On a ring of n ranks each holds a block of queries and one of keys and values. It attends to the block at hand while that block
-is on its way to the next rank, n times, and joins what it finds. In the backward keys and values go round once more, and their
-gradients follow: those of a block start at the rank behind the one that holds it, and end there. Ranks exchange nothing else,
-and no rank ever holds more than its own block, the one at hand and the one that comes.
+is on its way to the next rank, n times, and joins what it finds. In the backward keys and values go round the other way, and
+their gradients with them: those of a block start where it is passed first, and come home last.
 
 The ring is an operator on DTensors, so that `remat` sees one call, and a traced program the messages and kernels that it is
 made of. Where one is traced that all ranks run, every rank attends to every block, and leaves out afterwards what lies behind
@@ -89,12 +88,14 @@ def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, grouped: 
 
 
 class Ring(NamedTuple):
-    """The ranks that pass blocks to one another, the layouts that they hold, and how they attend."""
+    """The ranks that pass blocks to one another: the layouts that they hold, how they attend, and whether blocks go to the next
+    rank (1) or to the one before (-1)."""
 
     query: Layout
     key: Layout
     value: Layout
     way: Way
+    turn: int = 1
 
     @property
     def blocks(self) -> Factor:
@@ -118,18 +119,18 @@ class Ring(NamedTuple):
 
     def here(self, place: int, step: int = 0) -> int:
         """Which block is at a place at a step."""
-        return (self.key.shard(self.blocks, place) - step) % self.size
+        return (self.key.shard(self.blocks, place) - self.turn * step) % self.size
 
     def routes(self) -> tuple[str, str]:
-        """To the next rank, and from the one before."""
+        """Where blocks go, and where they come from."""
         axes, root = self.blocks.axes, self.key.mesh.root
         if len(axes) == 1:
-            return f"shift +1 wrap {axes[0]}", f"shift -1 wrap {axes[0]}"
+            return f"shift {self.turn:+d} wrap {axes[0]}", f"shift {-self.turn:+d} wrap {axes[0]}"
         going, coming = [], []
         for place, rank in enumerate(root.ranks):
             others = {self.here(other): root.ranks[other] for other in root.peers(place, root.sorted_axes(axes))}
-            going.append(f"{rank}>{others[(self.here(place) + 1) % self.size]}")
-            coming.append(f"{rank}>{others[(self.here(place) - 1) % self.size]}")
+            going.append(f"{rank}>{others[self.here(place, -1)]}")
+            coming.append(f"{rank}>{others[self.here(place, 1)]}")
         return f"ranks {','.join(going)}", f"ranks {','.join(coming)}"
 
     def shapes(self, step: int) -> tuple[Shape, Shape]:
@@ -137,7 +138,7 @@ class Ring(NamedTuple):
         return _moved(self.key, self, step), _moved(self.value, self, step)
 
     def passed(self, pair: Sequence[Tensor], step: int) -> list[Tensor]:
-        """What was at the rank before, and is here at a step; it may be still on its way."""
+        """What another rank held, and this one holds at a step; it may be still on its way."""
         goal, source = self.routes()
         dtypes = tuple(x.dtype for x in pair)
         return exchange(pair, Batch(self.key.mesh.root, (goal, goal), (source, source), self.shapes(step), dtypes))
@@ -147,7 +148,7 @@ class Ring(NamedTuple):
         yet."""
         if not self.way.is_causal or not step:
             return True
-        found = PerRank(lambda place: self.here(place) >= step)
+        found = PerRank(lambda place: self.here(place, step) < self.here(place))
         mesh = self.key.mesh
         return door(mesh).number(PerRank(lambda place: int(found.at(place))), mesh) if traced else found
 
@@ -257,7 +258,8 @@ def _backward(  # noqa: PLR0913  as the operator
     for x, want in ((grad, ring.result), (out, ring.result), (lse, ring.logarithms)):
         local, have = local_on(tools.cls, x, want.mesh)
         locals_.append(move(local, have, want.replace(stride=have.stride), "ring_attention"))
-    found = _gradients(ring, *locals_)
+    # The other way round: a compiler would take the same messages for those of the forward, and keep all blocks instead.
+    found = _gradients(ring._replace(turn=-1), *locals_)
     return tuple(tools.wrap(x, layout.replace(stride=None)) for x, layout in zip(found, ring[:3], strict=True))
 
 
