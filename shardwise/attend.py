@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
-#: Kernels for CUDA take rows whose length is a multiple of this, in elements, and this many logarithms at a time.
-_ROW, _LOGARITHMS = 8, 32
+#: Kernels for CUDA take rows whose length is a multiple of this, and logarithms by as many; the quickest takes rows up to this.
+_ROW, _LOGARITHMS, _WIDEST = 8, 32, 256
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
@@ -46,7 +46,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, way: Way) -> tuple[Tensor,
     [(1, 2, 3, 4), (1, 2, 3)]
     """
     given = _laid_out(query, key, value)
-    out, lse = _kernels(query)[0](*given, way)
+    out, lse = _kernels(given[0])[0](*given, way)
     out, lse = out[..., : value.shape[-1]], lse[..., : query.shape[-2]]
     lse = lse.reshape(query.shape[:-1]).to(accumulated(query.dtype))
     return out.reshape(*query.shape[:-1], value.shape[-1]), lse.contiguous()
@@ -59,7 +59,7 @@ def attend_backward(  # noqa: PLR0913  as many as the forward has arguments and 
     given = _laid_out(query, key, value)
     width = given[2].shape[-1]
     grad, out = (_padded(_four(x), width) for x in (grad, out))
-    found = _kernels(query)[1](grad, *given, out, _four(lse[..., None])[..., 0], way)
+    found = _kernels(given[0])[1](grad, *given, out, _four(lse[..., None])[..., 0], way)
     dtype = accumulated(query.dtype)
     dq, dk, dv = (x[..., : like.shape[-1]].to(dtype) for x, like in zip(found, (query, key, value), strict=True))
     return dq.reshape(query.shape), _by_group(dk, key), _by_group(dv, value)
@@ -125,8 +125,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, way: Way) -> Sequence[Tens
 def _flash_backward(*given: Any) -> Sequence[Tensor]:
     *tensors, way = given
     lengths = [x.shape[2] for x in tensors[1:3]]
-    state = tensors[0].new_zeros(2, dtype=torch.uint64)  # of random numbers, of which none are drawn
-    drawn = (state, tensors[0].new_zeros((), dtype=torch.uint64))
+    drawn = [tensors[0].new_empty(shape, dtype=torch.uint64) for shape in ((2,), ())]  # where random numbers would start
     words = (None, None, *lengths, 0.0, way.is_causal, *drawn)
     return aten._scaled_dot_product_flash_attention_backward(*tensors, *words, scale=way.scale)
 
@@ -172,13 +171,13 @@ def _plain_backward(*given: Any) -> Sequence[Tensor]:
 
 _Pair = tuple[Callable[..., Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
 _HALVES = (torch.bfloat16, torch.float16)
-_ON_CUDA: dict[torch.dtype, _Pair] = {
-    torch.float32: (_efficient, _efficient_backward),
-    **dict.fromkeys(_HALVES, (_flash, _flash_backward)),
-}
 
 
-def _kernels(x: Tensor) -> _Pair:
-    if x.device.type == "cpu" and x.dtype in (*_HALVES, torch.float32, torch.float64):
+def _kernels(query: Tensor) -> _Pair:
+    kind, dtype = query.device.type, query.dtype
+    if kind == "cpu" and dtype in (*_HALVES, torch.float32, torch.float64):
         return _cpu, _cpu_backward
-    return _ON_CUDA.get(x.dtype, (_plain, _plain_backward)) if x.device.type == "cuda" else (_plain, _plain_backward)
+    if kind != "cuda" or dtype not in (*_HALVES, torch.float32):
+        return _plain, _plain_backward
+    is_quick = dtype in _HALVES and query.shape[-1] <= _WIDEST and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return (_flash, _flash_backward) if is_quick else (_efficient, _efficient_backward)

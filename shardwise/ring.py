@@ -42,9 +42,9 @@ def ring_attention(
 ) -> Tensor:
     """`F.scaled_dot_product_attention` of DTensors whose sequences (dim -2) are cut, which stay so: keys and values go round.
 
-    Of n ranks each receives (n - 1) / n of the bytes of its batch's and heads' keys and values in the forward, and as much in
-    the backward, and there (n - 1) / n of their gradients, which travel in float32 (float64 for float64). Batch and heads may be
-    cut along other axes; pieces may be uneven, or empty.
+    Each of n ranks receives (n - 1) / n of the keys and values (of its batch and heads) in the forward, as much again in the
+    backward, and there (n - 1) / n of their gradients, in float32 (float64 for float64). Batch and heads may be cut along other
+    axes; pieces may be uneven, or empty. There is no dropout, no mask and no second derivative.
 
     >>> import shardwise as sw
     >>> x = sw.randn(2, 4, 13, 8, mesh=sw.init_mesh(sp=4), placements=[sw.Shard(2)])
@@ -53,6 +53,9 @@ def ring_attention(
     >>> y, log.counts()
     (DTensor(f32[2, 4, 13@sp, 8], mesh=(sp=4)), {'p2p': 3})
     """
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind) and query.dtype is not torch.float64:
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     _check(query, key, value, is_causal, enable_gqa)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     out: Tensor = torch.ops.shardwise.ring_attention(query, key, value, is_causal, scale)[0]
@@ -79,8 +82,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, grouped: 
         )
     if is_causal and query.shape[-2] != key.shape[-2]:
         raise OperatorError(
-            f"ring_attention(is_causal=True) of {query.shape[-2]} queries and {key.shape[-2]} keys: the ring knows which blocks "
-            "to leave out where both have one length; use F.scaled_dot_product_attention"
+            f"ring_attention(is_causal=True) of {query.shape[-2]} queries and {key.shape[-2]} keys: they are cut alike, and so "
+            "of one length; use F.scaled_dot_product_attention"
         )
 
 
@@ -141,7 +144,8 @@ class Ring(NamedTuple):
         """What another rank held, and this one holds at a step; it may be still on its way."""
         goal, source = self.routes()
         dtypes = tuple(x.dtype for x in pair)
-        return exchange(pair, Batch(self.key.mesh.root, (goal, goal), (source, source), self.shapes(step), dtypes))
+        told = Batch(self.key.mesh.root, (goal, goal), (source, source), self.shapes(step), dtypes, lent=True)
+        return exchange(pair, told)
 
     def sees(self, step: int, traced: bool) -> Any:
         """Whether the queries of a rank attend to the block at a step: a fact of the rank, or a number where no rank is known
@@ -169,8 +173,9 @@ def _moved(layout: Layout, ring: Ring, step: int) -> Shape:
     return PerRank(shape)
 
 
-def _ring(query: Layout, key: Layout, value: Layout, way: Way) -> Ring:
+def _ring(given: Sequence[Layout], way: Way) -> Ring:
     """The ring of sequences that are cut like the queries; keys and values follow in what they are not cut alike."""
+    query, key, value = given
     mesh, axes = query.mesh, query.axes_of(-2)
     batch, groups = list(query.dims[:-2]), list(query.dims[:-2])
     if query.ndim > 2 and query.shape[-3] != key.shape[-3]:
@@ -193,10 +198,8 @@ def _ring(query: Layout, key: Layout, value: Layout, way: Way) -> Ring:
 # ── once round ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _forward(
-    tools: Tools, op: Any, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    ring, locals_ = _placed(tools, (query, key, value), Way(is_causal, scale))
+def _forward(tools: Tools, op: Any, *given: Any) -> tuple[Tensor, Tensor]:
+    ring, locals_ = _placed(tools, given[:3], Way(*given[3:]))
     found = watched("ring_attention", ring, tuple(locals_), lambda: _find(ring, *locals_))
     return tools.wrap(found[0], ring.result), tools.wrap(found[1], ring.logarithms)
 
@@ -205,7 +208,7 @@ def _placed(tools: Tools, given: Sequence[Tensor], way: Way) -> tuple[Ring, list
     """The ring of queries, keys and values, and what ranks hold of them."""
     mesh = tools.mesh(*given)
     held = [local_on(tools.cls, x, mesh) for x in given]
-    ring = _ring(*(layout for _, layout in held), way)  # type: ignore[call-arg]
+    ring = _ring([layout for _, layout in held], way)
     return ring, [move(x, have, want, "ring_attention") for (x, have), want in zip(held, ring[:3], strict=True)]
 
 
@@ -242,19 +245,9 @@ def _find_more(  # noqa: PLR0913  what is known, what is new, and how
 # ── once more round, with gradients ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _backward(  # noqa: PLR0913  as the operator
-    tools: Tools,
-    op: Any,
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    ring, locals_ = _placed(tools, (query, key, value), Way(is_causal, scale))
+def _backward(tools: Tools, op: Any, grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    ring, locals_ = _placed(tools, given[:3], Way(*given[5:]))
+    out, lse = given[3:5]
     for x, want in ((grad, ring.result), (out, ring.result), (lse, ring.logarithms)):
         local, have = local_on(tools.cls, x, want.mesh)
         locals_.append(move(local, have, want.replace(stride=have.stride), "ring_attention"))
@@ -288,7 +281,7 @@ def _gradients(  # noqa: PLR0913  as the operator
     return [world.each(_as, mesh, x, dtype) for x in found]
 
 
-def _changes(  # noqa: PLR0913  as many as the forward has arguments and results
+def _changes(
     query: Tensor, key: Tensor, value: Tensor, known: tuple[Tensor, Tensor, Tensor], way: Way, seen: bool | Tensor
 ) -> tuple[Tensor, ...]:
     """What the keys at hand add to the gradients."""
@@ -317,20 +310,18 @@ rule("shardwise::ring_attention", program=_forward)
 rule("shardwise::ring_attention_backward", program=_backward)
 
 
-def _alone(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _alone(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     """Where one rank holds everything."""
-    out, lse = _find_more(query, key, value, *_nothing_found(query, value), Way(is_causal, scale), True)
+    out, lse = _find_more(query, key, value, *_nothing_found(query, value), Way(*how), True)
     return _as(out, query.dtype), lse
 
 
-def _alone_backward(  # noqa: PLR0913  as the operator
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, ...]:
-    found = _changes(query, key, value, (grad, out, lse), Way(is_causal, scale), True)
-    return tuple(_as(x, query.dtype) for x in found)
+def _alone_backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    query, key, value, out, lse, *how = given
+    return tuple(_as(x, query.dtype) for x in _changes(query, key, value, (grad, out, lse), Way(*how), True))
 
 
-def _shapes(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _shapes(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     out, lse = _nothing_found(query, value)
     return out.to(query.dtype), lse
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise import OperatorError, Partial, Replicate, Shard, remat, save
+from shardwise import OperatorError, Partial, Replicate, Shard, attend, remat, save
 from tests.rings import dense, ring, same, tensors
 
 
@@ -142,6 +142,22 @@ def test_second_derivatives_are_refused() -> None:
 def test_plain_tensors_attend_where_they_are() -> None:
     given = tensors(5)
     same([sw.ring_attention(*given, is_causal=True)], dense(given, is_causal=True)[:1])
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_devices_without_a_kernel_compute_the_same(causal: bool) -> None:
+    query, key, value = tensors(7)
+    way = attend.Way(causal, 0.3)
+    out, lse = attend._cpu(query, key, value, way)
+    same([*attend._plain(query, key, value, way)], [out, lse])
+    given = (query.sin(), query, key, value, out, lse, way)
+    same([*attend._plain_backward(*given)], [*attend._cpu_backward(*given)])
+
+
+def test_autocast() -> None:
+    given = [sw.distribute_tensor(x.float(), sw.init_mesh(sp=2), [Shard(2)]) for x in tensors(4)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sw.ring_attention(given[0].bfloat16(), *given[1:]).dtype is torch.bfloat16
 
 
 def test_pending_values_are_reduced_first() -> None:
