@@ -103,7 +103,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
 def _by_group(grad: Tensor, like: Tensor) -> Tensor:
     """The sum over the query heads that share a head."""
     heads = like.shape[-3] if like.ndim > 2 else 1
-    return grad.unflatten(1, (heads, -1)).sum(2).reshape(like.shape)
+    return (grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)).reshape(like.shape)
 
 
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────────────────────────────

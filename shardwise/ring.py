@@ -268,16 +268,16 @@ def _gradients(  # noqa: PLR0913  as the operator
     for step in range(ring.size):
         coming = ring.passed(held, step + 1) if step + 1 < ring.size else ()
         how = (ring.at(step), ring.sees(step, traced))
-        dq, *more = world.each(_changes, mesh, query, *held, (grad, out, lse), *how)
+        more = list(world.each(_changes, mesh, query, *held, (grad, out, lse), *how))
         if step:
-            found[0] = found[0] + dq
-            more = [x + wait(before) for x, before in zip(more, following, strict=True)] if following else more
+            found[0].add_(more.pop(0))
+            more = [wait(before).add_(x) for before, x in zip(following, more, strict=True)] if following else more
             following = ring.passed(more, step + 1)
         else:
-            found = [dq, *more]
+            found = more
         held = [wait(x) for x in coming]
-    if following:
-        found[1:] = [x + wait(others) for x, others in zip(found[1:], following, strict=True)]
+    for x, others in zip(found[1:], following, strict=False):
+        x.add_(wait(others))
     return [world.each(_as, mesh, x, dtype) for x in found]
 
 
