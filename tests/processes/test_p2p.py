@@ -177,3 +177,17 @@ def test_in_a_block_that_is_run_twice(pool: Pools, policy: str) -> None:
         (xs[1 - rank].sin().cos() * xs[rank]).sum().backward()
     for (grad, _), x in zip(pool(2).run(run_remat, policy), xs, strict=True):
         torch.testing.assert_close(grad, x.grad)
+
+
+def run_by_itself() -> tuple[list[float], int]:
+    """Along an axis of size one a rank sends to itself; a rank outside a mesh has shapes only."""
+    mesh = sw.init_mesh(pp=2, one=1)
+    x = torch.tensor([1.0, 2.0]).requires_grad_()
+    (p2p.shift(x * 3, mesh=mesh, axis="one") * 2).sum().backward()
+    only = sw.init_mesh(pp=1, ranks=[1])
+    y = sw.ones(3, mesh=only, placements=[sw.Shard(0)])
+    return x.grad.tolist(), p2p.shift(y).shape[0]
+
+
+def test_a_rank_by_itself(pool: Pools) -> None:
+    assert pool(2).run(run_by_itself) == [([6, 6], 3)] * 2
