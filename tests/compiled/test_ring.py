@@ -48,12 +48,12 @@ def compare(cases: list[tuple[str, int, dict[str, int]]], function: Any = attent
     [
         (2, [("inductor", 16, {"sp": 2})]),
         (4, [("aot_eager", 16, {"sp": 4}), ("captured", 13, {"tp": 2, "sp": 2})]),
-        pytest.param(4, [("inductor", n, {"sp": 4}) for n in (16, 13, 3)], marks=pytest.mark.slow),
+        pytest.param(4, [("inductor", n, {"sp": 4}) for n in (16, 13)], marks=pytest.mark.slow),
     ],
     ids=["2", "4", "4 with Inductor"],
 )
 def test_value_and_gradients(ranks: int, cases: Any, pool: Any) -> None:
-    assert pool(ranks).run(compare, cases, timeout=300) == [len(cases)] * ranks
+    assert pool(ranks).run(compare, cases, timeout=600) == [len(cases)] * ranks
 
 
 def test_in_a_simulated_world() -> None:
