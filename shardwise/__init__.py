@@ -28,6 +28,7 @@ from .placement import Partial, Placement, Replicate, Shard
 from .plan import plan
 from .relabel import relabel
 from .remat import remat, remat_module
+from .ring import ring_attention
 from .tensor import DTensor, distribute_tensor
 from .verify.register import rule
 
@@ -77,6 +78,7 @@ __all__ = [
     "relabel",
     "remat",
     "remat_module",
+    "ring_attention",
     "rule",
     "save",
     "save_artifacts",
