@@ -1,4 +1,4 @@
-"""`Halo`: the rows that windows along a cut dim need of other ranks' pieces; brought in before an operator, given back after it.
+"""`Halo`: the rows that windows along a cut dim need of other ranks' pieces; brought before an operator, given back after it.
 
 A rank's *stretch* is every row that its windows look at, padding included: its own rows, those that others send it, and rows
 outside of the tensor, which are zeros until they are filled. Reads local values and cuts; knows nothing of operators.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .comm import door
 from .comm.messages import Batch
-from .layout import Factor, Layout, Number, PerRank, Run
+from .layout import Factor, Layout, Number, PerRank, Run, default_sizes
 from .memo import memo
 from .p2p.batch import exchange, wait
 
@@ -29,7 +29,7 @@ class Windows(NamedTuple):
     stride: int
     pad: int
     span: int
-    count: int
+    total: int
 
 
 class Part(NamedTuple):
@@ -92,12 +92,11 @@ def share(held: Factor, windows: Windows) -> tuple[int, ...]:
     >>> share(Factor(9, ("tp",), (5, 1, 3)), Windows(1, 1, 3, 9))
     (5, 1, 3)
     """
-    stride, pad, span, count = windows
+    stride, pad, span, total = windows
     middles = [-(-(2 * (stop + pad) - span + 1) // (2 * stride)) for stop in accumulate(held.sizes)]
-    stops = [*(min(max(stop, 0), count) for stop in middles[:-1]), count]
+    stops = [*(min(max(stop, 0), total) for stop in middles[:-1]), total]
     near = tuple(b - a for a, b in zip([0, *stops], stops, strict=False))
-    step = -(-count // len(held.sizes))
-    equal = tuple(max(0, min(step, count - step * i)) for i in range(len(held.sizes)))
+    equal = default_sizes(total, [len(held.sizes)])
     return min(equal, near, key=lambda sizes: _lacking(held, sizes, windows))
 
 
@@ -282,7 +281,7 @@ def _filled(x: Tensor, dim: int, size: int, first: Tensor, fill: Any) -> Tensor:
     return x.masked_fill(outside, fill)
 
 
-def _added(  # noqa: PLR0913  as `_laid_out`, and the shape to make
+def _added(
     x: Tensor, came: Sequence[Tensor], given: Sequence[Part], dim: int, shape: tuple[int, ...], stretch: Stretch
 ) -> Tensor:
     """A piece from a stretch and what came for it."""

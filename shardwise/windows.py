@@ -75,10 +75,9 @@ class Way(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A call on stretches. `wants` are the layouts of its tensors, None of one that only its shape is asked of; `source` is that
-    of the plane."""
+    """A call on stretches: the layouts that its tensors want (None: the shape alone is asked for), those of its results, and
+    that of the plane."""
 
-    names: tuple[str, ...]
     plane: Plane
     words: dict[str, Any]
     wants: dict[str, Layout | None]
@@ -124,9 +123,8 @@ def _choice(row: Rule, way: Way, call: Call) -> Choice | None:
     source = wants[_source(call)]
     results = tuple(_placed(t, plane, role) for t, role in zip(decision.results, _roles(call), strict=True) if t is not None)
     kernel = way.kernel(plane, decision.kernel or call.op, call)
-    asked: dict[str, Layout | None] = wants if _reads(call) else {**wants, _source(call): None}
-    fill = way.fill(source.dtype) if way.fill else 0
-    return Choice(tuple(call.arguments), plane, inner.arguments, asked, results, source, kernel, fill)
+    asked = {name: want if name != _source(call) or _reads(call) else None for name, want in wants.items()}
+    return Choice(plane, inner.arguments, asked, results, source, kernel, way.fill(source.dtype) if way.fill else 0)
 
 
 def _source(call: Call) -> str:
@@ -181,7 +179,7 @@ def _plane(call: Call) -> Plane:
             axes = free[0].axes
             held[d] = free[0] if free[0] is cuts[0] else cut(source.shape[d], axes, source.mesh)
             alike = cuts[1] is not None and cuts[1].axes == axes
-            shared[d] = cuts[1] if alike and cuts[1] else Factor(along.count, axes, share(held[d], along))
+            shared[d] = cuts[1] if alike and cuts[1] else Factor(along.total, axes, share(held[d], along))
     return Plane(dims, windows, tuple(_each(kernel, count)), tuple(source.shape[dims.start :]), held, shared)
 
 
@@ -194,7 +192,8 @@ def _cut(layout: Layout | None, dim: int) -> Factor | None:
 
 
 def _inner(call: Call, plane: Plane, words: dict[str, Any]) -> Call:
-    """The call as seen by the axes that do not cut the plane. A plane whose shape alone a pool asks for lies as its gradient."""
+    """The call as the axes that do not cut the plane see it. Where pooling asks for the shape of a plane alone, it lies as its
+    gradient."""
     tensors = {name: t.without(plane.axes) for name, t in zip(_names(call), call.tensors, strict=True)}
     if "self" in tensors and "grad_output" in tensors:
         dims = [*tensors["grad_output"].dims[: plane.dims.start], *((whole(n),) for n in plane.sizes)]
@@ -209,7 +208,7 @@ def _seconds(choice: Choice, call: Call) -> float:
     """What it takes to send rows, to move the tensors, and to compute."""
     mesh = choice.source.mesh
     routes = [route(mesh, mesh.sorted_axes(one.held.axes)) for one in choice.plane.halos]
-    sent = sum(link.latency + n * link.per_byte for link, n in zip(routes, _bytes(choice), strict=True))
+    sent = sum(link.latency + n * link.per_byte for link, n in zip(routes, _bytes(choice), strict=True) if n)
     wants = zip(call.tensors, choice.wants.values(), strict=True)
     moves = sum(plan(have, want).cost for have, want in wants if want is not None and have is not want)
     outer = choice.wants.get("grad_output") or choice.results[0]
@@ -231,10 +230,10 @@ def _seconds_otherwise(row: Rule, call: Call) -> float:
     return sum(plan(have, want).cost for have, want in wants.values()) + _work(outer, call, _plane(call))
 
 
-def _work(outer: Layout, call: Call, plane: Plane) -> float:
+def _work(outer: Any, call: Call, plane: Plane) -> float:
     """Seconds to compute the windows that the busiest rank has."""
     channels = call["weight"].shape[1] if "weight" in call.arguments else 1
-    return outer.nbytes / outer.dtype.itemsize * math.prod(plane.kernel) * channels * PER_WORK
+    return float(outer.nbytes / outer.dtype.itemsize * math.prod(plane.kernel) * channels * PER_WORK)
 
 
 def _bytes(choice: Choice) -> list[int]:
@@ -249,7 +248,7 @@ def _bytes(choice: Choice) -> list[int]:
 
 def _crossings(choice: Choice) -> int:
     """How often rows cross: where the plane is read, and where its gradient goes back."""
-    return (choice.source in choice.wants.values()) + (_gives_back(choice))
+    return (None not in choice.wants.values()) + _gives_back(choice)
 
 
 def _gives_back(choice: Choice) -> bool:
