@@ -17,6 +17,7 @@ from .comm import door
 from .comm.messages import Batch
 from .layout import Factor, Layout, Number, PerRank, Run, default_sizes
 from .memo import memo
+from .mesh import Mesh
 from .p2p.batch import exchange, wait
 
 # ── windows of a dim, and what a shard needs for its own ──────────────────────────────────────────────────────────────
@@ -194,37 +195,55 @@ def _outside(stretch: Stretch, need: Run) -> list[Run]:
 # ── rows on their way ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def brought(x: Tensor, halos: Sequence[Halo], layout: Layout, fill: Any = 0) -> Tensor:
+def brought(x: Tensor, halos: tuple[Halo, ...], layout: Layout, fill: Any = 0) -> Tensor:
     """Every rank's stretch, from its piece: dim after dim, so that corners come too. Rows outside hold `fill`."""
-    mesh, shape = layout.mesh, PerRank(layout.local_shape)
-    for one in halos:
-        given = [one.per_rank(layout, message.given) for message in one.messages]
-        taken = [one.per_rank(layout, message.taken) for message in one.messages]
+    mesh = layout.mesh
+    for number, one in enumerate(halos):
+        given, taken, stretch, _, shapes, goals, sources = _facts(halos[: number + 1], layout)
         sent = [door(mesh).each(_cut_out, mesh, x, one.dim, part) for part in given]
-        routes = [(_route(one, layout, message.shift), _route(one, layout, -message.shift)) for message in one.messages]
-        came = _sent(sent, routes, [_with_rows(shape, one.dim, part) for part in taken], layout)
-        stretch = one.per_rank(layout, one.stretches)
+        came = _sent(sent, goals, sources, shapes, mesh)
         x = door(mesh).each(_laid_out, mesh, x, came, taken, one.dim, stretch)
         if fill and one.outside:
-            x = door(mesh).each(_filled, mesh, x, one.dim, one.held.size, door(mesh).number(one.first(layout), mesh), fill)
-        shape = _with_rows(shape, one.dim, stretch)
+            first = door(mesh).number(one.first(layout), mesh)
+            x = door(mesh).each(_filled, mesh, x, one.dim, one.held.size, first, fill)
     return x
 
 
-def given_back(x: Tensor, halos: Sequence[Halo], layout: Layout) -> Tensor:
+def given_back(x: Tensor, halos: tuple[Halo, ...], layout: Layout) -> Tensor:
     """The way back: what each rank has for the rows of its stretch goes to the ranks that hold these, and is added there."""
     mesh = layout.mesh
     for number, one in reversed(list(enumerate(halos))):
-        shape = PerRank(layout.local_shape)
-        for before in halos[:number]:
-            shape = _with_rows(shape, before.dim, before.per_rank(layout, before.stretches))
-        given = [one.per_rank(layout, message.given) for message in one.messages]
-        taken = [one.per_rank(layout, message.taken) for message in one.messages]
+        given, taken, stretch, shape, _, goals, sources = _facts(halos[: number + 1], layout)
         sent = [door(mesh).each(_cut_out, mesh, x, one.dim, part) for part in taken]
-        routes = [(_route(one, layout, -message.shift), _route(one, layout, message.shift)) for message in one.messages]
-        came = _sent(sent, routes, [_with_rows(shape, one.dim, part) for part in given], layout)
-        x = door(mesh).each(_added, mesh, x, came, given, one.dim, shape, one.per_rank(layout, one.stretches))
+        came = _sent(sent, sources, goals, [_with_rows(shape, one.dim, part) for part in given], mesh)
+        x = door(mesh).each(_added, mesh, x, came, given, one.dim, shape, stretch)
     return x
+
+
+class Facts(NamedTuple):
+    """What is known of the last of some halos, for each place: the rows to send and to take, its stretch, the shape of what it
+    is made from and of what comes; and the routes."""
+
+    given: list[PerRank]
+    taken: list[PerRank]
+    stretch: PerRank
+    shape: PerRank
+    shapes: list[PerRank]
+    goals: list[str]
+    sources: list[str]
+
+
+@memo("halos of layouts", limit=1024)
+def _facts(halos: tuple[Halo, ...], layout: Layout) -> Facts:
+    *earlier, one = halos
+    shape = PerRank(layout.local_shape)
+    for before in earlier:
+        shape = _with_rows(shape, before.dim, before.per_rank(layout, before.stretches))
+    given = [one.per_rank(layout, message.given) for message in one.messages]
+    taken = [one.per_rank(layout, message.taken) for message in one.messages]
+    goals, sources = ([_route(one, layout, sign * message.shift) for message in one.messages] for sign in (1, -1))
+    shapes = [_with_rows(shape, one.dim, part) for part in taken]
+    return Facts(given, taken, one.per_rank(layout, one.stretches), shape, shapes, goals, sources)
 
 
 def _with_rows(shape: PerRank, dim: int, part: PerRank) -> PerRank:
@@ -232,12 +251,11 @@ def _with_rows(shape: PerRank, dim: int, part: PerRank) -> PerRank:
     return PerRank(lambda place: (*shape.at(place)[:dim], part.at(place).rows, *shape.at(place)[dim + 1 :]))
 
 
-def _sent(sent: list[Tensor], routes: Sequence[tuple[str, str]], shapes: Sequence[PerRank], layout: Layout) -> list[Tensor]:
-    if not sent:
+def _sent(x: list[Tensor], goals: list[str], sources: list[str], shapes: Sequence[PerRank], mesh: Mesh) -> list[Tensor]:
+    if not x:
         return []
-    goals, sources = zip(*routes, strict=True)
-    batch = Batch(layout.mesh.root, goals, sources, tuple(shapes), (sent[0].dtype,) * len(sent))
-    return [wait(x) for x in exchange(sent, batch)]
+    batch = Batch(mesh.root, tuple(goals), tuple(sources), tuple(shapes), (x[0].dtype,) * len(x))
+    return [wait(y) for y in exchange(x, batch)]
 
 
 def _route(one: Halo, layout: Layout, shift: int) -> str:

@@ -104,13 +104,14 @@ def _function(row: Rule, way: Way, call: Call) -> Proposal | Rule | None:
 def _choice(row: Rule, way: Way, call: Call) -> Choice | None:
     """The call on stretches; None where no dim of the plane is cut, or this way is none for it."""
     mask = call.arguments.get("output_mask")
-    if call.arguments.get("transposed") or (mask and mask[2]) or not all(all(t.shape) for t in call.tensors):
-        return None
-    plane = _plane(call)
-    if not plane.held:
+    several = [call.arguments.get(name) for name in (_source(call), "grad_output")]
+    if call.arguments.get("transposed") or (mask and mask[2]) or not any(_cut(t, d) for t in several for d in _dims(call)):
         return None
     if any(isinstance(t, SymbolicLayout) for t in call.tensors):
         raise TypeError("which rows are sent depends on the size of a plane: it has to be settled")
+    if not all(all(t.shape) for t in call.tensors):
+        return None
+    plane = _plane(call)
     inner = _inner(call, plane, way.words(call, plane))
     decision = decide(row, inner)
     if decision.program is not None:
@@ -161,11 +162,16 @@ def _each(value: Any, count: int) -> list[int]:
     return several * count if len(several) == 1 else several
 
 
+def _dims(call: Call) -> range:
+    """The spatial dims: all but batch and channels, or as many as the name of an operator tells."""
+    ndim = call[_source(call)].ndim
+    return range(2 if "weight" in call.arguments else ndim - (2 if "2d" in call.name else 3), ndim)
+
+
 def _plane(call: Call) -> Plane:
-    source, outer = call[_source(call)], call.arguments.get("grad_output")
+    source, outer, dims = call[_source(call)], call.arguments.get("grad_output"), _dims(call)
     kernel = call["weight"].shape[2:] if "weight" in call.arguments else call["kernel_size"]
-    count = source.ndim - 2 if "weight" in call.arguments else 2 if "2d" in call.name else 3
-    dims = range(source.ndim - count, source.ndim)
+    count = len(dims)
     made = (call.results[0] if outer is None else outer).shape[dims.start :]
     words = (kernel, call["stride"] or kernel, call["padding"], call.arguments.get("dilation", 1))
     each = zip(*(_each(word, count) for word in words), made, strict=True)
@@ -274,7 +280,7 @@ def _run(choice: Choice, tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
             local = move(local, have, want, tools.operator)
             values[name] = brought(local, plane.halos, want, choice.fill) if _ROLES.get(name) == "plane" else local
         else:
-            values[name] = door(mesh).each(_blank, mesh, tools.local(given["grad_output"]), _stretched(choice))
+            values[name] = door(mesh).each(_blank, mesh, values["grad_output"], _stretched(choice))
     numbers = [door(mesh).number(first, mesh) for first in plane.firsts(source)]
     starts = [door(mesh).number(first, mesh) for first in _starts(plane, source)]
     shapes = [PerRank(layout.local_shape) for layout in choice.results]
@@ -318,8 +324,8 @@ def _blank(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _trimmed(out: Tensor, shape: Sequence[int]) -> Tensor:
     """What a rank keeps: one without windows has computed one, of rows outside."""
     for d, n in enumerate(shape):
-        out = out if out.shape[d] == n else out.narrow(d, 0, n)
-    return out.contiguous()
+        out = out if out.shape[d] == n else out.narrow(d, 0, n).contiguous()
+    return out
 
 
 def _one_at_least(x: Tensor, plane: Plane) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def both(function: Callable[..., Any], tensors: list[Tensor], mesh: Mesh, placem
 
 def sizes(n: int, parts: int, chance: random.Random) -> tuple[int, ...]:
     stops = [0, *sorted(chance.randint(0, n) for _ in range(parts - 1)), n]
-    return tuple(b - a for a, b in zip(stops, stops[1:], strict=False))
+    return tuple(b - a for a, b in pairwise(stops))
 
 
 def cut(shape: torch.Size, mesh: Mesh, chance: random.Random) -> list[Any]:
