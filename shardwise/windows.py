@@ -117,10 +117,8 @@ def _choice(row: Rule, way: Way, call: Call) -> Choice | None:
     if decision.program is not None:
         return None
     moved = {i: want for i, _, want in decision.moves}
-    wants = {
-        name: _placed(moved.get(i, t), plane, _ROLES.get(name, ""))
-        for i, (name, t) in enumerate(zip(_names(call), inner.tensors, strict=True))
-    }
+    wants = {name: moved.get(i, inner.tensors[i]) for name, i in _slots(call).items()}
+    wants = {name: _placed(want, plane, _ROLES.get(name, "")) for name, want in wants.items()}
     source = wants[_source(call)]
     results = tuple(_placed(t, plane, role) for t, role in zip(decision.results, _roles(call), strict=True) if t is not None)
     kernel = way.kernel(plane, decision.kernel or call.op, call)
@@ -132,9 +130,9 @@ def _source(call: Call) -> str:
     return "input" if "input" in call.arguments else "self"
 
 
-def _names(call: Call) -> list[str]:
-    """The arguments of a call that are tensors, in order."""
-    return [name for name, slot in zip(call.tensor_names, call.slots, strict=True) if slot is not None]
+def _slots(call: Call) -> dict[str, int]:
+    """Which of its tensors the arguments of a call are."""
+    return {name: slot for name, slot in zip(call.tensor_names, call.slots, strict=True) if slot is not None}
 
 
 def _reads(call: Call) -> bool:
@@ -200,11 +198,18 @@ def _cut(layout: Layout | None, dim: int) -> Factor | None:
 def _inner(call: Call, plane: Plane, words: dict[str, Any]) -> Call:
     """The call as the axes that do not cut the plane see it. Where pooling asks for the shape of a plane alone, it lies as its
     gradient."""
-    tensors = {name: t.without(plane.axes) for name, t in zip(_names(call), call.tensors, strict=True)}
+    tensors = {name: call.tensors[i].without(plane.axes) for name, i in _slots(call).items()}
     if "self" in tensors and "grad_output" in tensors:
         dims = [*tensors["grad_output"].dims[: plane.dims.start], *((whole(n),) for n in plane.sizes)]
         tensors["self"] = tensors["self"].replace(dims=dims, partials=())
-    return replace(call, tensors=tuple(tensors.values()), arguments={**call.arguments, **words, **tensors})
+    return _with(replace(call, arguments={**call.arguments, **words}), tensors)
+
+
+def _with(call: Call, tensors: dict[str, Layout]) -> Call:
+    """A call on other layouts."""
+    slots = {i: name for name, i in _slots(call).items()}
+    several = tuple(tensors.get(slots[i], t) for i, t in enumerate(call.tensors))
+    return replace(call, tensors=several, arguments={**call.arguments, **tensors})
 
 
 # ── costs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -215,22 +220,21 @@ def _seconds(choice: Choice, call: Call) -> float:
     mesh = choice.source.mesh
     routes = [route(mesh, mesh.sorted_axes(one.held.axes)) for one in choice.plane.halos]
     sent = sum(link.latency + n * link.per_byte for link, n in zip(routes, _bytes(choice), strict=True) if n)
-    wants = zip(call.tensors, choice.wants.values(), strict=True)
-    moves = sum(plan(have, want).cost for have, want in wants if want is not None and have is not want)
+    pairs = [(call[name], want) for name, want in choice.wants.items() if want is not None]
+    moves = sum(plan(have, want).cost for have, want in pairs if have is not want)
     outer = choice.wants.get("grad_output") or choice.results[0]
     return _crossings(choice) * sent + moves + _work(outer, call, choice.plane)
 
 
 def _seconds_otherwise(row: Rule, call: Call) -> float:
     """What it takes as the row itself says."""
-    decision, names = decide(row, call), _names(call)
+    decision, source = decide(row, call), _source(call)
     blank = decision.program is not None  # the plane's shape alone is asked for, and one without data takes its place
     if blank:
-        at = names.index(_source(call))
-        tensors = [t.replicated() if i == at else t for i, t in enumerate(call.tensors)]
-        call = replace(call, tensors=tuple(tensors), arguments={**call.arguments, _source(call): tensors[at]})
+        call = _with(call, {source: call[source].replicated()})
         decision = decide(row, call)
-    wants = {names[i]: (have, want) for i, have, want in decision.moves if not (blank and names[i] == _source(call))}
+    names = {i: name for name, i in _slots(call).items()}
+    wants = {names[i]: (have, want) for i, have, want in decision.moves if not (blank and names[i] == source)}
     outer = call.arguments.get("grad_output")
     outer = decision.results[0] if outer is None else wants.get("grad_output", (outer, outer))[1]
     return sum(plan(have, want).cost for have, want in wants.values()) + _work(outer, call, _plane(call))
