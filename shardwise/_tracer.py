@@ -333,7 +333,7 @@ def _communicates(node: Any) -> bool:
         return _communicates(node.args[0]) if isinstance(node.args[0], torch.fx.Node) else False
     if name.startswith("_c10d_functional."):
         return any(isinstance(arg, str) and arg.startswith("sw:") for arg in node.args)
-    return name.startswith(("shardwise.move", "shardwise.exchange", "shardwise.messages"))
+    return name.startswith(("shardwise.move", "shardwise.exchange", "shardwise.messages", "shardwise.rows"))
 
 
 def see_regions(watch: Any) -> None:

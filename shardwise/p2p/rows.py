@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from .._torch import collectives, keep_alive
+from .._tracer import keep_in_their_part
 from ..comm import Bundle, PerRank, door
 from ..comm.door import Counts
+from ..comm.trace import is_of_one_rank
 from ..errors import OperatorError
 from ..identity import LIBRARY
 from ..keep import is_watched, watched
@@ -141,6 +143,8 @@ class _Swap(torch.autograd.Function):
 
 def _run(x: Tensor, how: _Known | _Counted) -> Tensor:
     world = door(how.mesh, "p2p")
+    if world.traced(x):
+        keep_in_their_part(is_of_one_rank)
     if isinstance(how, _Counted) and world.traced(x):
         return wait_tensor(torch.ops.shardwise.rows(x, how.going, how.coming, how.mesh.text, how.axis))
     if is_watched() and not world.traced(x):

@@ -1,5 +1,5 @@
 """Pooling: batch and channels may be cut. Windows that do not overlap are dealt out whole where a spatial dim is cut, so that
-rows at the borders move at most; the indices of a maximum stay those of the whole plane.
+rows at the borders move at most (others: `windows.py`); the indices of a maximum stay those of the whole plane.
 
 A pending maximum does not pass: the operators give indices with the values, and of those only the values would be right.
 """

@@ -1,5 +1,5 @@
-"""Convolution, interpolation, padding, sampling and columns: batch and channels may be cut, planes are whole; but padding with
-a constant is done by the ranks at the ends, wherever a tensor is cut."""
+"""Convolution, interpolation, padding, sampling and columns: batch and channels may be cut, planes are whole (those that are
+convolved: see `windows.py`); but padding with a constant is done by the ranks at the ends, wherever a tensor is cut."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.laws import distributed, equal
 
 Case = tuple[Placement, Placement, dict[str, int]]
 MESH = sw.init_mesh(tp=2)
-GATHER, SWAP, REDUCE = {"all_gather": 1}, {"all_to_all": 1}, {"all_reduce": 1}
+GATHER, SWAP, REDUCE, ROWS = {"all_gather": 1}, {"all_to_all": 1}, {"all_reduce": 1}, {"p2p": 1}
 ANY_PENDING: list[Case] = [(Partial(kind), Replicate(), REDUCE) for kind in ("sum", "avg", "max", "min")]
 
 
@@ -40,11 +40,11 @@ def test_pooling(count: int) -> None:
     for case in (*kept, (Shard(2), Shard(2), {})):
         check(lambda t: average(t, 2), x, case)
         check(lambda t: largest(t, 2, return_indices=True), x, case)
-    for case in (*kept, (Shard(2), Shard(1), SWAP)):
+    for case in (*kept, (Shard(2), Shard(2), ROWS)):
         check(lambda t: average(t, 3, 1, 1), x, case)
         check(lambda t: largest(t, 3, 1, 1, return_indices=True), x, case)
-    check(lambda t: largest(t, 4, return_indices=True), x, (Shard(2), Shard(2), SWAP))
-    check(lambda t: average(t, 3, 1, 1), x[:1, :1].contiguous(), (Shard(2), Replicate(), GATHER))
+    check(lambda t: largest(t, 4, return_indices=True), x, (Shard(2), Shard(2), ROWS))
+    check(lambda t: average(t, 3, 1, 1), x[:1, :1].contiguous(), (Shard(2), Shard(2), ROWS))
     for case in linear:
         check(lambda t: average(t, 3, 1, 1), x, case)
     for case in ANY_PENDING:
