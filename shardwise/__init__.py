@@ -10,6 +10,7 @@ from .errors import (
     LayoutError,
     MeshError,
     OperatorError,
+    PipelineError,
     PlanError,
     RematError,
     ShardwiseError,
@@ -21,6 +22,7 @@ from .layout import Layout
 from .layout import make_layout as layout
 from .memo import cache_clear, cache_info
 from .mesh import Mesh
+from .pipeline import Pipeline, Schedule, pipeline
 from .placement import Partial, Placement, Replicate, Shard
 from .plan import plan
 from .relabel import relabel
@@ -39,11 +41,14 @@ __all__ = [
     "MeshError",
     "OperatorError",
     "Partial",
+    "Pipeline",
+    "PipelineError",
     "Placement",
     "PlanError",
     "Program",
     "RematError",
     "Replicate",
+    "Schedule",
     "Shard",
     "ShardwiseError",
     "WorldError",
@@ -62,6 +67,7 @@ __all__ = [
     "load_artifacts",
     "ones",
     "p2p",
+    "pipeline",
     "plan",
     "rand",
     "randint",
