@@ -83,6 +83,11 @@ class Pipeline(nn.Module):
                 f"axis {axis!r} of mesh {mesh.root} has {mesh.shape[axis]} coordinates and takes as many stages, "
                 f"got {len(stages)}"
             )
+        if not is_here(mesh.root):
+            raise PipelineError(
+                f"this rank is none of the {len(mesh.ranks)} ranks of mesh {mesh.root}, and has no stage: guard the code with "
+                "`if mesh.coordinate(rank) is not None`"
+            )
         check_apart(stages)
         self.mesh, self.schedule = mesh, make_schedule(schedule, len(stages), microbatches)
         self.placements = placements

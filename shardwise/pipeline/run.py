@@ -110,11 +110,13 @@ class Run:
     def _forward(self, stage: Stage, microbatch: int, given: Any) -> None:
         out = stage.module(*given)
         last = stage.index == len(self.stages) - 1
-        out = tree_map_only(Tensor, lambda x: _settled(x, stage.mesh), self.finish(out, microbatch) if last else out)
-        contract, outputs = Contract.of(out)
         if last:
+            out = tree_map_only(Tensor, lambda x: _on(x, stage.mesh), self.finish(out, microbatch))
             self.results[microbatch] = tree_map_only(Tensor, torch.Tensor.detach, out)
         else:
+            out = tree_map_only(Tensor, lambda x: _reduced(_on(x, stage.mesh)), out)
+        contract, outputs = Contract.of(out)
+        if not last:
             self._agree(stage, contract, outputs)
         if self.backward:
             inputs = [x for x in tree_leaves(given) if isinstance(x, DTensor) and x.requires_grad]
@@ -188,10 +190,13 @@ def is_here(mesh: Mesh) -> bool:
     return door(mesh).place(mesh) >= 0
 
 
-def _settled(x: Tensor, mesh: Mesh) -> DTensor:
-    """A result of a stage as a tensor on its mesh with nothing pending."""
-    if not isinstance(x, DTensor):
-        return distribute(x, mesh, None, None)
+def _on(x: Tensor, mesh: Mesh) -> DTensor:
+    """A result of a stage as a tensor on its mesh."""
+    return x if isinstance(x, DTensor) else distribute(x, mesh, None, None)
+
+
+def _reduced(x: DTensor) -> DTensor:
+    """A tensor with nothing pending: the next stage would reduce it for each of its uses."""
     return x.redistribute(placements=x.layout.reduced())
 
 
