@@ -16,7 +16,7 @@ from ..layout import Placements
 from ..mesh import Mesh
 from ..tensor import DTensor, distribute
 from .link import Contract, Link, announce
-from .run import Run, Stage, is_here, spread, synchronised
+from .run import Run, Stage, check_same, is_here, spread, synchronised
 from .schedule import Schedule, forwards, make_schedule
 from .stage import Split, check_apart, onto, reduced_once, settle
 from .timeline import Span, Timeline
@@ -92,17 +92,19 @@ class Pipeline(nn.Module):
         self.mesh, self.schedule = mesh, make_schedule(schedule, len(stages), microbatches)
         self.placements = placements
         self.stages = nn.ModuleList(stages)
+        backend = compile if isinstance(compile, str) else "inductor"
+        # Beside the stages, not in their place: names of parameters stay what they are.
+        self._calls = [torch.compile(stage, backend=backend, fullgraph=True) if compile else stage for stage in stages]
         self._places = [mesh.at(index) for index in range(len(stages))]
         self._links = [Link.between(mesh, index) for index in range(len(stages) - 1)]
         self._contracts: dict[Any, dict[int, Contract]] = {}
+        self._results: dict[Any, tuple[Any, Any, Contract]] = {}
         self._recorded: list[Span] | None = None
         #: for each stage, how many microbatches this process held at most in the last step
         self.most_held: tuple[int, ...] = ()
         for index, (stage, place) in enumerate(zip(self.stages, self._places, strict=True)):
             door(place).ready(place)
             settle(stage, place, index)
-            if compile:
-                stage.compile(fullgraph=True, **({"backend": compile} if isinstance(compile, str) else {}))
 
     # ── training and evaluating ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -132,7 +134,9 @@ class Pipeline(nn.Module):
         with ExitStack() as late, torch.enable_grad():
             for stage, place in zip(self.stages, self._places, strict=True):
                 late.enter_context(reduced_once(stage.parameters() if is_here(place) else ()))
-            total = self._through(self.schedule, split.parts(first), finish, lambda results: torch.stack(results).sum())
+            run = self._run(split.parts(first), finish)
+            run.through(self.schedule, self._clock())
+            total = self._result(run, lambda results: torch.stack(results).sum(), loss)
         self._fill_gradients()
         found: DTensor = total.redistribute(self.mesh.root)
         return found
@@ -141,37 +145,37 @@ class Pipeline(nn.Module):
         """What the last stage gives for a batch, without gradients: on the last stage's mesh, shapes on the other ranks."""
         first = onto(inputs, self._places[0], self.placements)
         split = Split(first, self.schedule.microbatches)
-        table = forwards(len(self.stages), split.microbatches)
         with torch.no_grad():
-            return self._through(table, split.parts(first), lambda out, _: out, split.join)
+            run = self._run(split.parts(first), lambda out, _: out)
+            run.through(forwards(len(self.stages), split.microbatches), self._clock())
+            return self._result(run, split.join, None)
 
-    def _through(
-        self, table: Schedule, batches: list[Any], finish: Callable[[Any, int], Any], join: Callable[[Any], Any]
-    ) -> Any:
-        """What `join` makes of all microbatches' results, on the last stage's mesh."""
-        stages = [
-            Stage(i, module, at, is_here(at)) for i, (module, at) in enumerate(zip(self.stages, self._places, strict=True))
-        ]
-        contracts = self._contracts_for(batches[0])
-        run = Run(stages, self._links, batches, contracts, finish)
-        run.through(table, synchronised(self.mesh.device) if self._recorded is not None else float)
+    def _run(self, batches: list[Any], finish: Callable[[Any, int], Any]) -> Run:
+        """A batch that sets out, with what is known of what stages give for one like it."""
+        stages = [Stage(i, call, at, is_here(at)) for i, (call, at) in enumerate(zip(self._calls, self._places, strict=True))]
+        inputs = Contract.of(batches[0])[0].filled(lambda wire: wire.layout.write())
+        casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+        key = repr((inputs, torch.is_grad_enabled(), [stage.training for stage in self.stages], casts))
+        return Run(stages, self._links, batches, _remembered(self._contracts, key, dict), finish)
+
+    def _result(self, run: Run, join: Callable[[Any], Any], loss: Any) -> Any:
+        """What `join` makes of all microbatches' results, on the last stage's mesh; others know what it is like."""
         if self._recorded is not None:
             self._recorded += run.spans
         self.most_held = tuple(run.most_held)
+        last = run.stages[-1]
         with torch.no_grad():
-            result = join(run.results) if stages[-1].here else None
-            if -1 not in contracts:
-                contracts[-1] = announce(None if result is None else Contract.of(result)[0], self.mesh, len(stages) - 1)
-            return spread(result, contracts[-1], stages[-1].mesh)
+            result = join(run.results) if last.here else None
+        said = None if result is None else Contract.of(result)[0]
+        # By identity, and kept, so that it stays this one's: whether a function was seen before is the same on every rank.
+        key = (id(run.contracts), id(loss))
+        _, _, told = _remembered(self._results, key, lambda: (run.contracts, loss, announce(said, self.mesh, last.index)))
+        if said is not None:
+            check_same(last.index, said, told)
+        return spread(result, told, last.mesh)
 
-    def _contracts_for(self, batch: Any) -> dict[int, Contract]:
-        """What is known of what stages give, for a batch like this one."""
-        told = (Contract.of(batch)[0], torch.is_grad_enabled(), tuple(stage.training for stage in self.stages))
-        casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-        key = repr((told, casts))
-        if key not in self._contracts and len(self._contracts) >= _REMEMBERED:
-            del self._contracts[next(iter(self._contracts))]
-        return self._contracts.setdefault(key, {})
+    def _clock(self) -> Callable[[], float]:
+        return float if self._recorded is None else synchronised(self.mesh.device)
 
     # ── gradients ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -207,6 +211,15 @@ class Pipeline(nn.Module):
             recording.timeline = _gathered(self._recorded, self.mesh)
         finally:
             self._recorded = None
+
+
+def _remembered(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """What is known by a key, made if it is not; the oldest is forgotten when there are many, on every rank the same."""
+    if key not in known:
+        if len(known) >= _REMEMBERED:
+            del known[next(iter(known))]
+        known[key] = make()
+    return known[key]
 
 
 class Recording:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._torch import tree_leaves, tree_map_only
 from ..comm import door
@@ -32,10 +32,10 @@ from .timeline import Span
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A module, the mesh of its ranks, and whether this rank is one of them."""
+    """What computes, the mesh of its ranks, and whether this rank is one of them."""
 
     index: int
-    module: nn.Module
+    call: Callable[..., Any]
     mesh: Mesh
     here: bool
 
@@ -108,7 +108,7 @@ class Run:
         return value if isinstance(value, tuple) else (value,)
 
     def _forward(self, stage: Stage, microbatch: int, given: Any) -> None:
-        out = stage.module(*given)
+        out = stage.call(*given)
         last = stage.index == len(self.stages) - 1
         if last:
             out = tree_map_only(Tensor, lambda x: _on(x, stage.mesh), self.finish(out, microbatch))
@@ -126,12 +126,7 @@ class Run:
 
     def _agree(self, stage: Stage, contract: Contract, outputs: list[DTensor]) -> None:
         """Leave what a stage made for the next one, if it is what that one waits for."""
-        known = self.contracts.get(stage.index, contract)
-        if known != contract:
-            raise PipelineError(
-                f"stage {stage.index} gives {_shown(contract)}, and gave {_shown(known)} for inputs of the same shapes: the "
-                "next stage waits for that; what a stage gives may depend on the shapes of its inputs, not on values"
-            )
+        check_same(stage.index, contract, self.contracts.get(stage.index, contract))
         self._made["F", stage.index] = contract, outputs
 
     def _gradients(self, stage: Stage, microbatch: int) -> list[DTensor] | None:
@@ -198,6 +193,15 @@ def _on(x: Tensor, mesh: Mesh) -> DTensor:
 def _reduced(x: DTensor) -> DTensor:
     """A tensor with nothing pending: the next stage would reduce it for each of its uses."""
     return x.redistribute(placements=x.layout.reduced())
+
+
+def check_same(stage: int, given: Contract, known: Contract) -> None:
+    """Refuse what other ranks do not expect of a stage."""
+    if given != known:
+        raise PipelineError(
+            f"stage {stage} gives {_shown(given)}, and gave {_shown(known)} for inputs of the same shapes: other ranks wait "
+            "for that; what a stage gives may depend on the shapes of its inputs, not on values"
+        )
 
 
 def _shown(contract: Contract) -> str:

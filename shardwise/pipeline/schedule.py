@@ -28,6 +28,8 @@ class Entry(NamedTuple):
 
 
 Cell = Entry | None
+#: A time, or one for each stage.
+Cost = float | Sequence[float]
 
 
 class Schedule(NamedTuple):
@@ -64,15 +66,15 @@ class Schedule(NamedTuple):
         """For each stage how many microbatches it holds at most, forward done and backward not."""
         return tuple(_most_alive(row) for row in self.rows)
 
-    def bubble(self, forward: float = 1.0, backward: float = 1.0) -> float:
-        """The share of time in which stages wait, where a forward and a backward take so long.
+    def bubble(self, forward: Cost = 1.0, backward: Cost = 1.0) -> float:
+        """The share of time in which stages wait, where a forward and a backward take so long, everywhere or on each stage.
 
         >>> gpipe(4, 4).bubble(), one_f_one_b(4, 4).bubble(backward=2.0)  # (p - 1) / (m + p - 1) is 3/7
         (0.4285714285714286, 0.4285714285714286)
         """
         return self.timeline(forward, backward).bubble
 
-    def timeline(self, forward: float = 1.0, backward: float = 1.0) -> Timeline:
+    def timeline(self, forward: Cost = 1.0, backward: Cost = 1.0) -> Timeline:
         """When each entry runs, where a stage waits for nothing but what its entries need."""
         done: dict[tuple[int, Entry], float] = {}
         free, spans = [0.0] * self.stages, []
@@ -80,7 +82,8 @@ class Schedule(NamedTuple):
             for stage, cell in enumerate(column):
                 if cell is not None:
                     start = max([free[stage], *(done[need] for need in needs(stage, cell, self.stages))])
-                    done[stage, cell] = free[stage] = start + (forward if cell.kind == "F" else backward)
+                    cost = forward if cell.kind == "F" else backward
+                    done[stage, cell] = free[stage] = start + (cost[stage] if isinstance(cost, Sequence) else cost)
                     spans.append(Span(stage, *cell, start, free[stage]))
         return Timeline(tuple(f"stage {stage}" for stage in range(self.stages)), tuple(spans))
 

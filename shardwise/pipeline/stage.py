@@ -137,11 +137,16 @@ def reduced_once(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         p.grad = None
     try:
         yield
+    except BaseException:  # other ranks may stand elsewhere: nothing is communicated
+        for p, old in zip(several, before, strict=True):
+            p.grad = old
+        raise
     finally:
-        for p, old, restore in zip(several, before, hooks, strict=True):
+        for restore in hooks:
             restore()
-            new = None if p.grad is None else align_grad(p.grad, p.layout.reduced())
-            p.grad = new if old is None else old if new is None else old + new
+    for p, old in zip(several, before, strict=True):
+        new = None if p.grad is None else align_grad(p.grad, p.layout.reduced())
+        p.grad = new if old is None else old if new is None else old + new
 
 
 def _replace_hook(p: Any) -> Callable[[], None]:

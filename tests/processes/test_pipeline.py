@@ -15,12 +15,12 @@ import shardwise as sw
 from shardwise import PipelineError, Shard
 from shardwise.comm.absent import Absent
 from shardwise.pipeline.schedule import SCHEDULES
-from tests.pipelines import beside_one_device, perceptrons, same_gradients, train_gpt
+from tests.pipelines import beside_one_device, perceptrons, train_gpt
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_demos_gpt_over_pp_and_tp(pool: Any, schedule: str) -> None:
-    losses = pool(4).run(train_gpt, {"pp": 2, "tp": 2}, schedule, 4, 3)
+    losses = pool(4).run(train_gpt, {"pp": 2, "tp": 2}, schedule, 4, 2)
     assert losses == [losses[0]] * 4
 
 
@@ -100,19 +100,3 @@ def test_three_stages_with_several_tensors_on_three_of_four_ranks(pool: Any) -> 
     told = pool(4).run(run_three_of_four)
     assert told[0] == told[1] == told[3], "random numbers go on alike"
     assert "this rank is none of the 3 ranks of mesh (pp=3), and has no stage" in told[2]
-
-
-def run_compiled() -> list[int]:
-    mesh, dense = sw.init_mesh(pp=2, tp=2), perceptrons(2)
-    pipe = sw.pipeline(copy.deepcopy(dense), mesh["pp"], microbatches=4, compile="aot_eager")
-    x, y = torch.randn(8, 6), torch.randn(8, 6)
-    F.mse_loss(nn.Sequential(*dense)(x), y).backward()
-    for _ in range(2):
-        pipe.zero_grad()
-        pipe.step(x, target=y, loss=F.mse_loss)
-        same_gradients(pipe, dense)
-    return [len(list(pipe.parameters()))]
-
-
-def test_stages_compile(pool: Any) -> None:
-    assert pool(4).run(run_compiled) == [[8]] * 4
