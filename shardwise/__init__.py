@@ -4,6 +4,7 @@ from . import flex, p2p, save  # noqa: F401  flex teaches torch, when imported
 from .comm import Bundle, communication, init_mesh, simulate, trace_comm
 from .comm.calibrate import calibrate
 from .compiled import Program, capture, compile, compile_report, load_artifacts, save_artifacts
+from .each import each_rank
 from .errors import (
     CommunicationError,
     CompileError,
@@ -60,6 +61,7 @@ __all__ = [
     "compile",
     "compile_report",
     "distribute_tensor",
+    "each_rank",
     "empty",
     "full",
     "init_mesh",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 
-from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, base_of, is_batched, no_torch_function
+from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, AsyncTensor, base_of, is_batched, no_torch_function
 from .comm import door
 from .comm.trace import current
 from .dispatch import dispatch
@@ -518,6 +518,8 @@ def distribute(tensor: Tensor, on: Mesh, placements: Any, src_data_rank: int | N
 
 def _settled(x: Tensor) -> Tensor:
     """The tensor as it lies in memory: local operators do not see the marks of a lazy conjugate or negative."""
+    if isinstance(x, AsyncTensor):
+        x = x.trigger_wait()
     return x.resolve_conj().resolve_neg() if x.dtype.is_complex or x.is_neg() else x
 
 

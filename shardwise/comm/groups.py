@@ -84,6 +84,7 @@ class Processes:
         self._places: dict[Mesh, int] = {}
         self._ready: set[Mesh] = set()
         self._met: set[str] = set()
+        self._alone: Any = None
 
     def prepare(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
         """The group of this rank over `axes`, made if it is not there yet; collective over the group."""
@@ -121,6 +122,7 @@ class Processes:
         self._places.clear()
         self._ready.clear()
         self._met.clear()
+        self._alone = None
         self._job = weakref.ref(job)
 
     def _make(self, root: Mesh, axes: tuple[str, ...]) -> Group:
@@ -223,13 +225,17 @@ class Processes:
     def _post(self, batch: Batch) -> Any:
         """The process group that carries a batch. Where its ranks must all meet before some of them send, they do so once."""
         group = self.prepare(batch.mesh, batch.axes)
-        made = group.process
-        if made is None:  # a rank alone
-            made = group_over((dist.get_rank(),))
+        made = self._to_itself() if group.process is None else group.process
         if batch.mesh.device != "cpu" and group.alias not in self._met and not batch.alone:
             self._met.add(group.alias)
             made.allreduce([torch.zeros(1, device=batch.mesh.device)]).wait()
         return made
+
+    def _to_itself(self) -> Any:
+        """The process group of this rank alone."""
+        if self._alone is None:
+            self._alone = group_over((dist.get_rank(),))
+        return self._alone
 
     def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
         """The first place's value."""

@@ -7,6 +7,7 @@ Whom a rank sends to, or receives from, is a *route*: a function of its place, a
     table 1,0,-1 pp      by the coordinate along pp; -1: none
     ranks 0>1,2>3        by rank; others have none
     rank 3               rank 3, for whichever rank runs it: of the others nothing is known
+    nobody               none
 
 >>> mesh = Mesh(("dp", "pp"), (2, 3), range(6), "cpu", "simulated")
 >>> route("shift +1 end pp", mesh).places
@@ -146,7 +147,17 @@ def _several(ranks: tuple[int, ...]) -> str:
     return f"its ranks are {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''}"
 
 
-_ROUTES: dict[str, Callable[[str, Mesh], Route]] = {"shift": _shift, "table": _table, "ranks": _ranks, "rank": _rank}
+def _nobody(text: str, root: Mesh) -> Route:
+    return Route((-1,) * len(root.ranks), ())
+
+
+_ROUTES: dict[str, Callable[[str, Mesh], Route]] = {
+    "shift": _shift,
+    "table": _table,
+    "ranks": _ranks,
+    "rank": _rank,
+    "nobody": _nobody,
+}
 
 
 # ── what must match ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -196,11 +207,7 @@ def check_shapes(batch: Batch, sent: Sequence[Tensor], place: int) -> None:
     """Refuse to send what another rank does not expect, as far as a place knows."""
     mine = [] if batch.alone else _sent_from(batch._replace(shapes=(), dtypes=()), place)
     for pair in mine:
-        if (
-            pair.sent is not None
-            and pair.received is not None
-            and tuple(sent[pair.sent].shape) != batch.shape(pair.received, pair.receiver)
-        ):
+        if pair.sent is not None and not fits(batch, pair, sent[pair.sent]):
             refuse(batch, pair, [told(x) for x in sent])
 
 
@@ -226,6 +233,12 @@ def refuse(batch: Batch, pair: Pair, sent: list[str]) -> NoReturn:
         )
     tail = f"ranks {', '.join(other)}" if other else "nobody"
     raise WorldError(f"p2p.batch: {what}{tail}. Each send needs its receive on the other side, in the same order")
+
+
+def fits(batch: Batch, pair: Pair, x: Tensor) -> bool:
+    """Whether a tensor is what its receiver expects, if there is one."""
+    index = pair.received
+    return index is None or (x.dtype == batch.dtypes[index] and tuple(x.shape) == batch.shape(index, pair.receiver))
 
 
 def said(batch: Batch, pair: Pair) -> str:

@@ -22,7 +22,7 @@ from ..errors import MeshError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh
 from .door import Counts, check_chunks, same_ndim
-from .messages import Batch, pairs, refuse, said, told
+from .messages import Batch, fits, pairs, refuse, told
 from .wire import combine
 
 # ── Bundle ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -277,10 +277,10 @@ class Simulated:
             for i, kind in enumerate(batch.dtypes)
         ]
         for pair in pairs(batch):
-            mine = [told(pieces[pair.sender]) for pieces in held]
-            if pair.sent is None or pair.received is None or mine[pair.sent] != said(batch, pair):
-                refuse(batch, pair, mine)
-            out[pair.received][pair.receiver] = held[pair.sent][pair.sender].clone(memory_format=torch.contiguous_format)
+            x = None if pair.sent is None else held[pair.sent][pair.sender]
+            if x is None or pair.received is None or not fits(batch, pair, x):
+                refuse(batch, pair, [told(pieces[pair.sender]) for pieces in held])
+            out[pair.received][pair.receiver] = x.clone(memory_format=torch.contiguous_format)
         return [Bundle(pieces) for pieces in out]
 
     def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:

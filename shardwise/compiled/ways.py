@@ -14,7 +14,7 @@ from torch import Tensor
 from ..comm import door
 from ..errors import LayoutError
 from ..factories import Want, made_tensor
-from ..layout import as_read
+from ..layout import Layout, as_read
 from ..mesh import Mesh
 from ..placement import Replicate, Shard
 from ..targets import assumed_layout
@@ -43,6 +43,8 @@ def _from_local(  # noqa: PLR0913  as the operator
 ) -> Tensor:
     """`DTensor.from_local` where no rank can be asked for its shape: it is only known when the program runs."""
     wanted = as_read(placements)
+    if isinstance(wanted, Layout):
+        return of_pieces(x, wanted)
     if isinstance(wanted, dict):
         given = wanted
         wanted = tuple(given.get(axis, Replicate()) for axis in _mesh(mesh).axes)

@@ -1,7 +1,8 @@
 """Point-to-point communication that compiles: batches of sends and receives, and what is made of them."""
 
 from .batch import Peer, Receive, Send, batch, peer, recv, send, wait
-from .moves import halo_exchange, permute, shift
+from .halo import halo_exchange
+from .moves import permute, shift
 from .port import P2POp, batch_isend_irecv
 from .rows import all_to_all_v
 

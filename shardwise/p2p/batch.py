@@ -29,7 +29,7 @@ wait_tensor = collectives.wait_tensor.default
 
 #: Sent to nobody: what a batch that requires grad, and sends nothing that does, has its gradient for.
 _ANCHOR = torch.empty(0, requires_grad=True)
-_NOBODY = "ranks "
+_NOBODY = "nobody"
 
 # ── what a user says ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -253,14 +253,14 @@ def exchange(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in sent):
         return list(_Batch.apply(told, *sent))
-    return _run(sent, told)
+    return run(sent, told)
 
 
 class _Batch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, told: Batch, *sent: Tensor) -> tuple[Tensor, ...]:
-        ctx.told, ctx.like = told, [_like(x) for x in sent]
-        outs = _run(sent, told)
+        ctx.told, ctx.like = told, [like(x) for x in sent]
+        outs = run(sent, told)
         ctx.mark_non_differentiable(*(out for out in outs if not _flows(out.dtype)))
         ctx.set_materialize_grads(False)
         return tuple(outs)
@@ -285,7 +285,7 @@ def _flows(kind: torch.dtype) -> bool:
     return kind.is_floating_point or kind.is_complex
 
 
-def _like(x: Tensor) -> tuple[Shape, torch.dtype]:
+def like(x: Tensor) -> tuple[Shape, torch.dtype]:
     """The shape, at every place, and the dtype of a local value."""
     if isinstance(x, Bundle):
         shapes = [tuple(piece.shape) for piece in x.pieces]
@@ -305,7 +305,8 @@ def _nothing(shape: tuple[int, ...], kind: torch.dtype, device: torch.device) ->
     return torch.zeros(shape, dtype=kind, device=device)
 
 
-def _run(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
+def run(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
+    """What is received of a batch, perhaps on its way still; below autograd."""
     sent = [wait(x) for x in sent]
     world = door(told.mesh, "p2p")
     if world.traced(sent[0] if sent else torch.empty(0)):
