@@ -74,6 +74,44 @@ def test_microbatches_of_a_cut_batch_do_not_move() -> None:
     )
 
 
+def test_parameters_that_are_cut_like_the_batch() -> None:
+    """A pending gradient would be larger than the parameter's piece: it is reduced for each microbatch."""
+    mesh, dense, (x, y) = sw.init_mesh(pp=2, dp=2), perceptrons(2), data(16)
+    stages = copy.deepcopy(dense)
+    for index, stage in enumerate(stages):
+        weight = sw.distribute_tensor(stage[0].weight.detach(), mesh["pp"].at(index), {"dp": Shard(0)})
+        stage[0].weight = nn.Parameter(weight)
+    pipe = sw.pipeline(stages, mesh["pp"], microbatches=4, placements={"dp": Shard(0)})
+    F.mse_loss(nn.Sequential(*dense)(x), y).backward()
+    pipe.step(x, target=y, loss=F.mse_loss)
+    same_gradients(pipe, dense)
+    with sw.trace_comm() as log:
+        pipe.step(x, target=y, loss=F.mse_loss)
+    assert log.counts()["reduce_scatter"] == 2 * 4
+
+
+def test_a_step_that_fails_leaves_gradients_as_they_were() -> None:
+    pipe, (x, y) = sw.pipeline(perceptrons(2), sw.init_mesh(pp=2, tp=2)["pp"], microbatches=2), data(4)
+    pipe.step(x, target=y, loss=F.mse_loss)
+    before = [p.grad for p in pipe.parameters()]
+    with pytest.raises(ZeroDivisionError):
+        pipe.step(x, target=y, loss=lambda out, target: 1 / 0)
+    assert all(p.grad is grad for p, grad in zip(pipe.parameters(), before, strict=True))
+    pipe.zero_grad()
+    pipe.step(x, target=y, loss=F.mse_loss)
+    for p, grad in zip(pipe.parameters(), before, strict=True):
+        assert torch.equal(p.grad.full_tensor(), grad.full_tensor())
+
+
+def test_a_loss_of_another_dtype_is_told_anew() -> None:
+    pipe, (x, y) = sw.pipeline(perceptrons(2), sw.init_mesh(pp=2)["pp"]), data(4)
+    single = pipe.step(x, target=y, loss=F.mse_loss)
+    double = pipe.step(x, target=y, loss=lambda out, target: F.mse_loss(out, target).double())
+    assert single.dtype == torch.float32 and double.dtype == torch.float64 and double.item() == pytest.approx(single.item())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert pipe.step(x, target=y, loss=F.mse_loss).item() == pytest.approx(single.item(), rel=0.05)
+
+
 class Several(nn.Module):
     """Gives a float, a mask, whole numbers, a float that needs no gradient, and a constant."""
 
