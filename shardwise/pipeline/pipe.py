@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -100,6 +100,7 @@ class Pipeline(nn.Module):
         self._contracts: dict[Any, dict[int, Contract]] = {}
         self._results: dict[Any, tuple[Any, Any, Contract]] = {}
         self._recorded: list[Span] | None = None
+        self._blanks: dict[nn.Parameter, Tensor] = {}
         #: for each stage, how many microbatches this process held at most in the last step
         self.most_held: tuple[int, ...] = ()
         for index, (stage, place) in enumerate(zip(self.stages, self._places, strict=True)):
@@ -131,9 +132,7 @@ class Pipeline(nn.Module):
                 raise PipelineError(f"the loss of a microbatch is a tensor without dims, got {found!r}")
             return found / scale
 
-        with ExitStack() as late, torch.enable_grad():
-            for stage, place in zip(self.stages, self._places, strict=True):
-                late.enter_context(reduced_once(stage.parameters() if is_here(place) else ()))
+        with reduced_once(self.own_parameters()), torch.enable_grad():
             run = self._run(split.parts(first), finish)
             run.through(self.schedule, self._clock())
             total = self._result(run, lambda results: torch.stack(results).sum(), loss)
@@ -181,23 +180,35 @@ class Pipeline(nn.Module):
 
     def _fill_gradients(self) -> None:
         """Where a stage is not, its parameters have gradients without data, so that one program goes on everywhere."""
+        own = set(self.own_parameters())
+        for p in self.parameters():
+            if p.requires_grad and p.grad is None and p not in own:
+                p.grad = self._blanks[p] if p in self._blanks else self._blanks.setdefault(p, torch.zeros_like(p))
+
+    def own_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of stages that this rank is in: an optimizer over these does no work on the shapes of others."""
         for stage, place in zip(self.stages, self._places, strict=True):
-            for p in stage.parameters() if not is_here(place) else ():
-                if p.requires_grad and p.grad is None:
-                    p.grad = torch.zeros_like(p)
+            yield from stage.parameters() if is_here(place) else ()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> DTensor:
         """Scale the gradients of all stages so that their norm together is at most `max_norm`; gives the norm before."""
-        norms: list[Tensor] = []
-        for stage, place in zip(self.stages, self._places, strict=True):
-            grads = [p.grad for p in stage.parameters() if p.grad is not None]
-            norm = nn.utils.get_total_norm(grads, norm_type)
-            norm = norm if isinstance(norm, DTensor) else distribute(norm, place, None, None)
-            norms.append(norm.redistribute(self.mesh.root))
+        norms = [self._norm(stage, place, norm_type) for stage, place in zip(self.stages, self._places, strict=True)]
         total: Any = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         for stage, place in zip(self.stages, self._places, strict=True):
-            nn.utils.clip_grads_with_norm_(stage.parameters(), max_norm, total.redistribute(place))
+            there = total.redistribute(place)
+            if is_here(place):
+                nn.utils.clip_grads_with_norm_(stage.parameters(), max_norm, there)
         found: DTensor = total
+        return found
+
+    def _norm(self, stage: nn.Module, place: Mesh, norm_type: float) -> Tensor:
+        """The norm of a stage's gradients, on all ranks; its dtype follows from the parameters, which all ranks know."""
+        kind = functools.reduce(torch.promote_types, [p.dtype for p in stage.parameters()], torch.float32)
+        norm: Any = distribute(torch.zeros((), dtype=kind, device=place.device), place, None, None)
+        grads = [p.grad for p in stage.parameters() if p.grad is not None]
+        if grads and is_here(place):
+            norm = nn.utils.get_total_norm(grads, norm_type).to(kind)
+        found: Tensor = norm.redistribute(self.mesh.root)
         return found
 
     # ── how long it takes ─────────────────────────────────────────────────────────────────────────────────────────────

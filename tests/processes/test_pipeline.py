@@ -41,6 +41,7 @@ def run_cases() -> list[str]:
             pipe = beside_one_device(perceptrons(axes["pp"]), mesh, (x[:rows], y[:rows]), **options)
             mine = mesh["pp"].coordinate(dist.get_rank())
             assert pipe.most_held == tuple(n if (i,) == mine else 0 for i, n in enumerate(pipe.schedule.alive))
+            assert set(pipe.own_parameters()) == set(pipe.stages[mine[0]].parameters())
             for index, stage in enumerate(pipe.stages):
                 held = {type(p.detach().to_local()) for p in stage.parameters()}
                 assert held == ({Absent} if (index,) != mine else {torch.Tensor})
