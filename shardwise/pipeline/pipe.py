@@ -43,7 +43,7 @@ def pipeline(
     schedule      "gpipe", "1f1b", or a `Schedule` of your own
     microbatches  into how many equal parts a batch is split along dim 0 (by default, one for each stage)
     placements    how batches that are plain tensors lie on the meshes of the first and last stage, as {"dp": Shard(0)}
-    compile       compile each stage, as one graph; a text names the backend
+    compile       compile each stage, as one graph, by torch.compile; a text names the backend. Stages may also come compiled
 
     >>> import shardwise as sw
     >>> mesh = sw.init_mesh(pp=2)
