@@ -19,6 +19,7 @@ from .errors import (
 )
 from .factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from .identity import VERSION as __version__  # noqa: F401  known by this name
+from .int_pow import int_pow
 from .layout import Layout
 from .layout import make_layout as layout
 from .memo import cache_clear, cache_info
@@ -65,6 +66,7 @@ __all__ = [
     "empty",
     "full",
     "init_mesh",
+    "int_pow",
     "layout",
     "load_artifacts",
     "ones",

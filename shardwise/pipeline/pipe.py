@@ -38,7 +38,7 @@ def pipeline(
     """Modules, each of which takes what the one before it gives, as the stages of a pipeline along an axis of a mesh.
 
     Stage i lives on `mesh["pp"].at(i)`, the ranks at coordinate i of the axis. What of it is already distributed over that mesh
-    stays so, the rest is replicated there; the other ranks hold none of it. Parameters are replaced: make optimizers afterwards.
+    stays so, the rest is replicated there; the other ranks hold none of it. Its parameters are replaced: make optimizers later.
 
     schedule      "gpipe", "1f1b", or a `Schedule` of your own
     microbatches  into how many equal parts a batch is split along dim 0 (by default, one for each stage)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OperatorError
+from ..int_pow import of_truths, pow_kernel, truths
 from ..layout import Layout
 from .notation import Call, Proposal, additive
 from .table import rule
@@ -55,7 +56,9 @@ rule(
 rule("copysign fmax fmin ge gt le lt", "..., ... -> ...", unoffered=f"{NAN}; sum: of few values only")
 rule("igamma igammac special_zeta", "..., ... -> ...", unoffered=f"{DOMAIN}; max: likewise")
 rule("nextafter", "..., ... -> ...", unoffered="sum max min product: neighbours of summands are none of the sum")
-rule("pow", "..., ... -> ...", unoffered=f"sum product: powers of parts overflow, or have no value; {TURNED}")
+POWERS: dict[str, Any] = {"unoffered": f"sum product: powers of parts overflow, or have no value; {TURNED}", "free": "exponent"}
+POWERS["function"] = lambda call: Proposal((), (), program=truths) if of_truths(call) else None
+rule("pow shardwise::int_pow", "..., ... -> ...", kernel=pow_kernel, **POWERS)
 rule("rsub.Scalar", "..., ... -> ...", unoffered=TURNED)
 rule("special_xlog1py xlogy", "..., ... -> ...", unoffered=f"sum: 0 times the logarithm of 0 is 0; {NAN}")
 

@@ -181,7 +181,16 @@ SAMPLES["aten.pow"] += [
     sample(lambda x: x**2, SIGNED),
     sample(lambda x: 2.0**x, SIGNED),
     sample(lambda x: x**3, INTS),
+    sample(lambda x: (-3) ** x, INTS),
+    sample(torch.pow, INTS, COUNTS[0] - 2),
+    sample(torch.pow, INTS.to(torch.int8), torch.tensor(300)),
+    sample(lambda x: x**True, BOOLS),
     _in_place("pow_", UNIT, numbers=(2,)),
+    _in_place("pow_", INTS.to(torch.int16), COUNTS[:, :1] * 100),
+]
+SAMPLES["shardwise.int_pow"] = [
+    sample(lambda x: torch.ops.shardwise.int_pow(x, 41), INTS),
+    sample(torch.ops.shardwise.int_pow.Tensor, INTS, COUNTS[:, :1] - 3),
 ]
 SAMPLES["aten.round"] += [sample(lambda x: torch.round(x, decimals=1), SIGNED)]
 SAMPLES["aten.eq"] += [sample(torch.eq, INTS, COUNTS), sample(lambda x: x == 3, COUNTS)]
