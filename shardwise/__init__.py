@@ -1,7 +1,7 @@
 """Shardwise: distributed tensors that mean what one device means."""
 
 from . import flex, p2p, save  # noqa: F401  flex teaches torch, when imported
-from .comm import Bundle, communication, init_mesh, simulate, trace_comm
+from .comm import Bundle, communication, debug_mode, init_mesh, simulate, trace_comm
 from .comm.calibrate import calibrate
 from .compiled import Program, capture, compile, compile_report, load_artifacts, save_artifacts
 from .each import each_rank
@@ -10,6 +10,7 @@ from .errors import (
     CompileError,
     LayoutError,
     MeshError,
+    MismatchError,
     OperatorError,
     PipelineError,
     PlanError,
@@ -29,6 +30,7 @@ from .placement import Partial, Placement, Replicate, Shard
 from .plan import plan
 from .relabel import relabel
 from .remat import remat, remat_module
+from .ring import ring_attention
 from .tensor import DTensor, distribute_tensor
 from .verify.register import rule
 
@@ -41,6 +43,7 @@ __all__ = [
     "LayoutError",
     "Mesh",
     "MeshError",
+    "MismatchError",
     "OperatorError",
     "Partial",
     "Pipeline",
@@ -61,6 +64,7 @@ __all__ = [
     "communication",
     "compile",
     "compile_report",
+    "debug_mode",
     "distribute_tensor",
     "each_rank",
     "empty",
@@ -80,6 +84,7 @@ __all__ = [
     "relabel",
     "remat",
     "remat_module",
+    "ring_attention",
     "rule",
     "save",
     "save_artifacts",

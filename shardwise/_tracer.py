@@ -329,11 +329,11 @@ def keep_in_their_part(differs: Callable[[], bool]) -> None:
 def _communicates(node: Any) -> bool:
     """Whether a node is a communication of this library."""
     name = str(node.target)
-    if name.startswith("_c10d_functional.wait_tensor"):
+    if name.startswith("_c10d_functional.wait_tensor") or node.target is operator.getitem:
         return _communicates(node.args[0]) if isinstance(node.args[0], torch.fx.Node) else False
     if name.startswith("_c10d_functional."):
         return any(isinstance(arg, str) and arg.startswith("sw:") for arg in node.args)
-    return name.startswith(("shardwise.move", "shardwise.exchange"))
+    return name.startswith(("shardwise.move", "shardwise.exchange", "shardwise.messages"))
 
 
 def see_regions(watch: Any) -> None:

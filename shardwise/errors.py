@@ -9,10 +9,11 @@
     ├── RematError           a block that is not the same the second time, or cannot be run twice
     ├── PipelineError        a pipeline that cannot be: a schedule out of order, a batch that does not divide, shared parameters
     ├── CompileError         a program that another rank failed to compile, or artifacts that do not fit here
+    ├── MismatchError        ranks that are about to communicate different things, found by `sw.debug_mode()`
     └── WorldError           the world around: ranks that disagree, a value that differs between simulated ranks
 
 Each is raised from facts that every rank knows, before any communication, so all ranks raise it alike; a CompileError tells
-each rank what it waited for.
+each rank what it waited for, and a MismatchError tells all what one of them found.
 """
 
 
@@ -50,6 +51,10 @@ class PipelineError(ShardwiseError, ValueError):
 
 class CompileError(ShardwiseError, RuntimeError):
     """A program that another rank failed to compile, or artifacts that do not fit here."""
+
+
+class MismatchError(ShardwiseError, RuntimeError):
+    """Ranks that are about to communicate different things, or one that the others wait for in vain."""
 
 
 class WorldError(ShardwiseError, RuntimeError):

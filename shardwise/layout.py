@@ -29,7 +29,8 @@ from .placement import Partial, Placement, Replicate, Shard, read_placement
 Run = tuple[int, int]
 Placements = Sequence[Placement] | Mapping[str, Placement]
 
-_NAMES = {
+#: How a dtype is written in a layout.
+DTYPES = {
     torch.float32: "f32",
     torch.float64: "f64",
     torch.float16: "f16",
@@ -299,7 +300,7 @@ class Layout(metaclass=OpaqueBaseMeta):
     def __repr__(self) -> str:
         dims = ", ".join(_describe(dim, self.mesh) for dim in self.dims)
         pending = ", ".join(f"{kind}@{axis}" for axis, kind in self.partials)
-        return f"{_NAMES.get(self.dtype, str(self.dtype))}[{dims}{' | ' if pending else ''}{pending}]"
+        return f"{DTYPES.get(self.dtype, str(self.dtype))}[{dims}{' | ' if pending else ''}{pending}]"
 
     def __eq__(self, other: object) -> bool:
         # torch's own Python code asks `x.layout == torch.strided` of every tensor (torch.norm does), and a DTensor is that.

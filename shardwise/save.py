@@ -197,7 +197,7 @@ def _base(operator: str) -> str:
 
 def _is_attention(made: Made) -> bool:
     name = _base(made.operator)
-    forward = name.startswith("aten.") and "attention" in name and "backward" not in name
+    forward = name.startswith(("aten.", "shardwise.")) and "attention" in name and "backward" not in name
     return forward or name in ("higher_order.flex_attention", "flex_attention")
 
 

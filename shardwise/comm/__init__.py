@@ -1,6 +1,7 @@
 """Every communication goes through here: `door(mesh)` gives the world behind a mesh."""
 
 from ..layout import PerRank
+from .debug import debug_mode
 from .door import Door
 from .groups import Processes
 from .policy import check, communication
@@ -18,6 +19,7 @@ __all__ = [
     "Simulated",
     "check",
     "communication",
+    "debug_mode",
     "door",
     "init_mesh",
     "note_decomposed",

@@ -71,7 +71,24 @@ class Line(NamedTuple):
 
 
 _LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
-_PASSED_THROUGH = (contextlib.__file__, functools.__file__)
+#: Programs that this library wrote have this name in place of a file's.
+CAPTURED = "<captured program>"
+_PASSED_THROUGH = (contextlib.__file__, functools.__file__, CAPTURED)
+
+
+def callers(most: int) -> list[Line]:
+    """The innermost lines outside Shardwise and torch, at most so many; none in a thread that has no line of the user's.
+
+    >>> len(callers(1))
+    1
+    """
+    frame, found = sys._getframe(1), list[Line]()
+    while frame is not None and len(found) < most:
+        path = frame.f_code.co_filename
+        if not path.startswith(_LIBRARIES) and path not in _PASSED_THROUGH:
+            found.append(Line(path, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 def caller() -> Line:
@@ -80,10 +97,4 @@ def caller() -> Line:
     >>> caller().number > 0
     True
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(_LIBRARIES) and path not in _PASSED_THROUGH:
-            return Line(path, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
-    return Line("<autograd>", 0)
+    return next(iter(callers(1)), Line("<autograd>", 0))

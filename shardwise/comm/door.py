@@ -78,6 +78,51 @@ class Door(Protocol):
         the mesh, which no one tells."""
 
 
+class Around:
+    """Half a door: what does not communicate is passed on to another door. One that watches adds the verbs that do."""
+
+    __slots__ = ("_door",)
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    def ready(self, mesh: Mesh) -> None:
+        """Pass on."""
+        self._door.ready(mesh)
+
+    def traced(self, x: Tensor) -> bool:
+        """Pass on."""
+        return self._door.traced(x)
+
+    def place(self, mesh: Mesh) -> int:
+        """Pass on."""
+        return self._door.place(mesh)
+
+    def each(self, function: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
+        """Pass on."""
+        return self._door.each(function, mesh, *args)
+
+    def number(self, value: PerRank, mesh: Mesh) -> Tensor:
+        """Pass on."""
+        return self._door.number(value, mesh)
+
+    def replicate(self, tensor: Tensor, mesh: Mesh) -> Tensor:
+        """Pass on."""
+        return self._door.replicate(tensor, mesh)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Pass on."""
+        return self._door.plain(x)
+
+    def own(self, x: Tensor, mesh: Mesh, shape: PerRank) -> Tensor:
+        """Pass on."""
+        return self._door.own(x, mesh, shape)
+
+    def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
+        """Pass on."""
+        return self._door.reseat(x, have, want, shape)
+
+
 # ── what every world checks alike ─────────────────────────────────────────────────────────────────────────────────────
 
 

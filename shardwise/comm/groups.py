@@ -28,7 +28,7 @@ from .direct import is_eager
 from .direct import reduce_scatter as direct_reduce_scatter
 from .door import Counts, check_chunks, same_ndim
 from .messages import Batch
-from .post import Message, deliver
+from .post import Message, copied, deliver
 from .trace import current, mark_specific
 from .wire import combine, packed, unpacked, wire
 
@@ -217,7 +217,8 @@ class Processes:
             return [Absent(shape, kind, mesh) for shape, kind in zip(shapes, batch.dtypes, strict=True)]
         group, peers = self._post(batch), mesh.peers(place, batch.axes)
         outs = [torch.zeros(shape, dtype=kind, device=mesh.device) for shape, kind in zip(shapes, batch.dtypes, strict=True)]
-        going = [Message(sent[index], peers.index(goal)) for index, goal in batch.going(place)]
+        own = [packed(x.detach()) if batch.lent else copied(x.detach()) for x in sent]
+        going = [Message(own[index], peers.index(goal)) for index, goal in batch.going(place)]
         coming = [Message(outs[index], peers.index(source)) for index, source in batch.coming(place)]
         deliver(going, coming, outs, group)
         return outs

@@ -44,6 +44,7 @@ class Batch(NamedTuple):
 
     goals    for each sent tensor its route
     sources  for each received tensor its route, then its shape and dtype
+    lent     whether what is sent stays as it is until all that comes was waited for, so that it need not be copied
     """
 
     mesh: Mesh
@@ -51,6 +52,7 @@ class Batch(NamedTuple):
     sources: tuple[str, ...]
     shapes: tuple[Shape, ...]
     dtypes: tuple[dtype, ...]
+    lent: bool = False
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -32,8 +32,8 @@ class Message(NamedTuple):
 
 def deliver(going: Sequence[Message], coming: Sequence[Message], outs: Sequence[Tensor], group: Any) -> None:
     """Begin to send and to receive into the given tensors, which are among `outs`; whoever waits for one of these waits for all
-    that was sent with it. What is sent is copied first, so that it may be written to at once."""
-    going = [Message(_copied(x.detach()), peer) for x, peer in going if x.numel()]
+    that was sent with it. What is sent is packed, and may be written to only then."""
+    going = [Message(x, peer) for x, peer in going if x.numel()]
     coming = [Message(x, peer) for x, peer in coming if x.numel()]
     several = [*going, *coming]
     if several and coalesces(group, several[0].x.device):
@@ -65,7 +65,8 @@ def _together(going: Sequence[Message], coming: Sequence[Message], outs: Sequenc
             register_work(x, work)
 
 
-def _copied(x: Tensor) -> Tensor:
+def copied(x: Tensor) -> Tensor:
+    """A tensor to send, so that the given one may be written to at once."""
     out = packed(x)
     return out.clone() if is_alias(out, x) else out
 

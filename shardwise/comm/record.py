@@ -10,15 +10,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ..layout import PerRank
 from ..mesh import Mesh
 from .context import Setting, caller
-from .door import Counts, Door
+from .door import Around, Counts, Door
 from .messages import Batch
+from .session import Checks
 from .simulated import Bundle
 
 
@@ -71,7 +72,21 @@ class Log:
         return "\n".join(line.rstrip() for line in lines)
 
 
-logs: Setting[tuple[Log, ...]] = Setting("logs", ())
+class Watch(NamedTuple):
+    """Who watches communication now: the active logs, and what compares the ranks before each."""
+
+    logs: tuple[Log, ...] = ()
+    checks: Checks | None = None
+
+
+#: One setting for all, so that a door without any costs one look.
+watching: Setting[Watch | None] = Setting("watching", None)
+
+
+def logs() -> tuple[Log, ...]:
+    """The active logs."""
+    watch = watching.get()
+    return () if watch is None else watch.logs
 
 
 @contextlib.contextmanager
@@ -83,8 +98,8 @@ def trace_comm() -> Iterator[Log]:
     >>> log.counts(), log.bytes
     ({}, 0)
     """
-    log = Log()
-    with logs.set((*logs.get(), log)):
+    log, now = Log(), watching.get() or Watch()
+    with watching.set(now._replace(logs=(*now.logs, log))):
         yield log
 
 
@@ -96,7 +111,7 @@ def note_fallback(operator: str) -> None:
     >>> log.fallbacks
     ['aten.sort']
     """
-    for log in logs.get():
+    for log in logs():
         log.fallbacks.append(operator)
 
 
@@ -108,7 +123,7 @@ def note_decomposed(operator: str) -> None:
     >>> log.decomposed
     ['aten.trace']
     """
-    for log in logs.get():
+    for log in logs():
         log.decomposed.append(operator)
 
 
@@ -122,36 +137,24 @@ RECEIVED: dict[str, Callable[[int, int], int]] = {
 }
 
 
-class Recorder:
+class Recorder(Around):
     """A door that writes what passes into the active logs, on behalf of one operator."""
 
-    __slots__ = ("_door", "_operator")
+    __slots__ = ("_operator",)
 
     def __init__(self, door: Door, operator: str) -> None:
-        self._door = door
+        super().__init__(door)
         self._operator = operator
 
     def _write(self, kind: str, axes: tuple[str, ...], received: int) -> None:
         record = Record(kind, axes, received, self._operator, str(caller()))
-        for log in logs.get():
+        for log in logs():
             log.records.append(record)
 
     def _count(self, kind: str, size: int, mesh: Mesh, axes: tuple[str, ...]) -> None:
         ranks = _group_size(mesh, axes)
         if ranks > 1:
             self._write(kind, axes, RECEIVED[kind](size, ranks))
-
-    def ready(self, mesh: Mesh) -> None:
-        """Pass on; nothing is communicated."""
-        self._door.ready(mesh)
-
-    def traced(self, x: Tensor) -> bool:
-        """Pass on; nothing is communicated."""
-        return self._door.traced(x)
-
-    def place(self, mesh: Mesh) -> int:
-        """Pass on; nothing is communicated."""
-        return self._door.place(mesh)
 
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Record an all_reduce."""
@@ -189,30 +192,6 @@ class Recorder:
         """Record an exchange of shapes."""
         self._count("shapes", 8 * (x.ndim + 1), mesh, mesh.root.axes)
         return self._door.shapes(x, mesh)
-
-    def each(self, function: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
-        """Pass on; nothing is communicated."""
-        return self._door.each(function, mesh, *args)
-
-    def number(self, value: PerRank, mesh: Mesh) -> Tensor:
-        """Pass on; nothing is communicated."""
-        return self._door.number(value, mesh)
-
-    def replicate(self, tensor: Tensor, mesh: Mesh) -> Tensor:
-        """Pass on; nothing is communicated."""
-        return self._door.replicate(tensor, mesh)
-
-    def plain(self, x: Tensor) -> Tensor:
-        """Pass on; nothing is communicated."""
-        return self._door.plain(x)
-
-    def own(self, x: Tensor, mesh: Mesh, shape: PerRank) -> Tensor:
-        """Pass on; nothing is communicated."""
-        return self._door.own(x, mesh, shape)
-
-    def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
-        """Pass on; nothing is communicated."""
-        return self._door.reseat(x, have, want, shape)
 
 
 def _group_size(mesh: Mesh, axes: tuple[str, ...]) -> int:

@@ -15,9 +15,10 @@ from .._torch import tracing_context
 from ..errors import MeshError
 from ..mesh import Mesh
 from .context import Setting
+from .debug import watched_door
 from .door import Door
 from .groups import Processes
-from .record import Recorder, logs
+from .record import watching
 from .simulated import Simulated
 
 _doors: dict[str, Door] = {"processes": Processes(), "simulated": Simulated()}
@@ -31,8 +32,10 @@ def door(mesh: Mesh, operator: str = "") -> Door:
     >>> type(door(mesh)).__name__
     'Simulated'
     """
-    found = _doors[mesh.world]
-    return Recorder(found, operator) if logs.get() and tracing_context() is None else found  # tracing communicates nothing
+    found, watch = _doors[mesh.world], watching.get()
+    if watch is None or tracing_context() is not None:  # tracing communicates nothing
+        return found
+    return watched_door(found, mesh.world, operator, watch)
 
 
 @contextlib.contextmanager

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..comm.session import in_job
 from ..errors import CompileError
 from ..identity import VERSION, library_key
 from ..mesh import Mesh, root_meshes
-from .election import Post, in_job
+from .election import Post
 from .job import TIMEOUT
 from .parcel import Parcel, install, loaded_libraries, pack, processor, read_libraries, unpack
 

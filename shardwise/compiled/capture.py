@@ -19,9 +19,9 @@ from ..comm.trace import is_of_one_rank
 from ..redistribute import whole_moves
 from .align import align_leaves
 from .batch import batch
+from .checks import with_checks
 from .nodes import hold, remove_dead
 from .passes import improve
-from .program import assemble
 from .show import show
 from .steps import traceable, whole_steps
 from .tidy import tidy
@@ -67,7 +67,7 @@ class Program:
         remove_dead(gm.graph)
         gm.recompile()
         self.captured.append(Captured(part, gm))
-        return assemble(gm.graph)
+        return with_checks(gm.graph)
 
     def text(self) -> str:
         """The local programs as text: a line for each operator, and behind each collective the user's line that needs it."""

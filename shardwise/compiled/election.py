@@ -32,11 +32,6 @@ _REMEDY = "look for its own error in the job's output, and start the job again"
 _counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
-def in_job() -> bool:
-    """Whether this process shares its work with others."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
-
-
 class Post:
     """Named bytes in the job's store. The same topic again, in the same job, starts empty."""
 

@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from .._torch import artifacts_of_block, compile_graph, compile_local, compiler_caches, inductor_settings, is_kept
+from ..comm.session import in_job
 from ..errors import CompileError
 from ..form import form_of
 from ..identity import library_key
 from ..redistribute import whole_moves
 from ..tensor import DTensor
 from .align import align_leaves
-from .election import Election, in_job
+from .election import Election
 from .parcel import Parcel, install, loaded_libraries, pack, processor, read_libraries, unpack
 from .passes import inductor_pass
 from .remat import remat_key

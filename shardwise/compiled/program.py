@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from .._torch import OpOverload, below_autograd, probe, quick_call
+from ..comm.context import CAPTURED
+
+#: What to call, with the same arguments, before a node; None: nothing.
+Before = Callable[[Node], Callable[..., None] | None]
 
 
-def assemble(graph: Graph) -> Callable[[list[Any]], Any]:
+def assemble(graph: Graph, before: Before | None = None) -> Callable[[list[Any]], Any]:
     """A function of the list of inputs, which it empties, so that memory is free as soon as nothing needs it.
+
+    One with something `before` may be made while programs run: quicker ways are not tried for it, which draws random numbers.
 
     >>> import torch
     >>> graph = torch.fx.symbolic_trace(lambda x: torch.ops.aten.add.Tensor(x, 1)).graph
@@ -35,7 +42,9 @@ def assemble(graph: Graph) -> Callable[[list[Any]], Any]:
         if node.op == "output":
             lines.append(f"return {_written(node.args[0], names, scope)}")
             break
-        lines.append(f"{names[node]} = {_call(node, names, scope)}")
+        first = None if before is None else before(node)
+        lines += [] if first is None else [f"{_constant(first, scope)}({_given(node, names, scope)})"]
+        lines.append(f"{names[node]} = {_call(node, names, scope, _quickest if before is None else attrgetter('target'))}")
         gone = [names[old] for old in last.get(node, ())]
         lines += [f"del {', '.join(gone)}"] if gone else []
     unpack = [f"{', '.join(taken)}{',' if len(taken) == 1 else ''} = inputs"] if taken else []
@@ -43,7 +52,7 @@ def assemble(graph: Graph) -> Callable[[list[Any]], Any]:
     source = "\n    ".join(
         ["def program(inputs):", *unpack, "inputs.clear()", "with below_autograd():", *[f"    {x}" for x in lines]]
     )
-    exec(compile(source, "<captured program>", "exec"), scope)
+    exec(compile(source, CAPTURED, "exec"), scope)
     function: Callable[[list[Any]], Any] = scope["program"]
     return function
 
@@ -61,16 +70,19 @@ def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
     return last
 
 
-def _call(node: Node, names: dict[Node, str], scope: dict[str, Any]) -> str:
+def _call(node: Node, names: dict[Node, str], scope: dict[str, Any], way: Callable[[Node], Any]) -> str:
     if node.op == "get_attr":
         return _constant(functools.reduce(getattr, str(node.target).split("."), node.graph.owning_module), scope)
     if node.op != "call_function":
         raise AssertionError(f"a local program has operators only, got {node.format_node()}")
-    given = [_written(arg, names, scope) for arg in node.args]
-    given += [f"{name}={_written(arg, names, scope)}" for name, arg in node.kwargs.items()]
     if getattr(node.target, "__name__", "") == "getitem":
-        return f"{given[0]}[{given[1]}]"
-    return f"{_constant(_quickest(node), scope)}({', '.join(given)})"
+        return f"{_written(node.args[0], names, scope)}[{_written(node.args[1], names, scope)}]"
+    return f"{_constant(way(node), scope)}({_given(node, names, scope)})"
+
+
+def _given(node: Node, names: dict[Node, str], scope: dict[str, Any]) -> str:
+    given = [_written(arg, names, scope) for arg in node.args]
+    return ", ".join(given + [f"{name}={_written(arg, names, scope)}" for name, arg in node.kwargs.items()])
 
 
 def _quickest(node: Node) -> Any:

@@ -62,10 +62,14 @@ def _value(value: Any) -> str:
     return str(value) if isinstance(value, torch.dtype | torch.device) else repr(value)
 
 
+def line_of(node: Node) -> str:
+    """The user's line that a node comes from, as `train.py:12`; nothing where that is not known."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return f"{frames[-1][0].rpartition('/')[2]}:{frames[-1][1]}" if frames else ""
+
+
 def _note(node: Node) -> str:
     if not _COLLECTIVE.search(str(node.target)):
         return ""
-    why = node.meta.get("shardwise", "")
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    where = f"{frames[-1][0].rpartition('/')[2]}:{frames[-1][1]}" if frames else ""
+    why, where = node.meta.get("shardwise", ""), line_of(node)
     return "".join(["  # ", ", ".join(part for part in (where, why) if part)]) if where or why else ""

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import AsyncTensor, collectives, keep_alive
+from .._tracer import keep_in_their_part
 from ..comm import Bundle, PerRank, door
 from ..comm.groups import varies
 from ..comm.messages import Batch, Shape, check_matched, check_shapes
 from ..comm.post import finish
-from ..comm.trace import mark_specific
+from ..comm.trace import is_of_one_rank, mark_specific
 from ..errors import MeshError, OperatorError
 from ..identity import LIBRARY
 from ..keep import is_watched, watched
@@ -346,6 +347,7 @@ def _composed(sent: list[Tensor], *told: Any) -> list[Tensor]:
 
 def _leave(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
     """Leave a batch in the program that is traced."""
+    keep_in_their_part(is_of_one_rank)
     place = max(door(told.mesh).place(told.mesh), 0)
     if varies(told.shapes, len(told.mesh.ranks)):
         mark_specific()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -124,6 +126,59 @@ def run_shape() -> str:
 def test_a_shape_that_is_not_expected(pool: Pools) -> None:
     for rank, text in enumerate(pool(2).run(run_shape)):
         assert f"rank {rank} sends a float32[3] tensor (send 0) to rank {1 - rank}" in text and "float32[2] tensor" in text
+
+
+def run_alone_at_random(count: int, spoil: bool) -> list[str]:
+    """Batches that name ranks by number, so that a rank knows its own side only; where spoilt, of one message only one side is
+    there, or it has another shape. What was raised."""
+    rank, errors = dist.get_rank(), []
+    for seed in range(count):
+        chance = random.Random(seed)
+        messages = [(*chance.sample(range(4), 2), chance.randint(1, 5)) for _ in range(chance.randint(1, 5))]
+        wrong, kind = chance.randrange(len(messages)), chance.choice(["send", "receive", "shape"])
+        ops: list[Any] = []
+        for number, (sender, receiver, size) in enumerate(messages):
+            is_wrong = spoil and number == wrong
+            if sender == rank and not (is_wrong and kind == "send"):
+                ops.append(p2p.send(torch.full((size,), float(number)), to=receiver))
+            if receiver == rank and not (is_wrong and kind == "receive"):
+                ops.append(p2p.recv((size + (is_wrong and kind == "shape"),), source=sender))
+        if not spoil and not ops:
+            continue
+        try:
+            with sw.debug_mode(timeout=20) if spoil else contextlib.nullcontext():
+                got = p2p.batch(ops) if ops else ()
+                mine = [(number, size) for number, (_, receiver, size) in enumerate(messages) if receiver == rank]
+                assert spoil or [x.tolist() for x in got] == [[float(number)] * size for number, size in mine]
+        except sw.MismatchError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_random_batches_by_number(pool: Pools) -> None:
+    assert pool(4).run(run_alone_at_random, 100, False) == [[]] * 4
+
+
+def test_what_one_rank_cannot_know_is_found_in_debug_mode(pool: Pools) -> None:
+    found = pool(4).run(run_alone_at_random, 60, True)
+    assert [len(errors) for errors in found] == [60] * 4
+    assert all(errors == found[0] for errors in found) and all("test_p2p.py" in error for error in found[0])
+
+
+def run_relative_in_debug_mode() -> str:
+    """Pieces of a size that only their owner knows of: the others would wait."""
+    mesh = sw.init_mesh(pp=4)
+    size = 3 if dist.get_rank() == 2 else 2
+    with pytest.raises(sw.MismatchError) as error, sw.debug_mode(timeout=20):
+        for rows in (2, size):
+            (got,) = p2p.batch([p2p.send(torch.ones(rows), mesh=mesh, shift=1), p2p.recv((rows,), mesh=mesh, shift=-1)])
+            assert got.tolist() == [1, 1]
+    return str(error.value)
+
+
+def test_a_size_that_differs_is_found_in_debug_mode(pool: Pools) -> None:
+    texts = pool(4).run(run_relative_in_debug_mode)
+    assert len(set(texts)) == 1 and "f32[3]" in texts[0] and "f32[2]" in texts[0] and "test_p2p.py" in texts[0]
 
 
 def run_halo() -> Tensor:

@@ -1,0 +1,183 @@
+"""Attention of some queries to some keys with the logarithm of the sum that it divides by, forward and backward, by the kernel
+that the device has for the dtype.
+
+What `attend` gives for parts of the keys, `joined` makes one of. `attend_backward` takes the result and the logarithm for all
+keys, and gives the part of the gradients that comes from the keys at hand. Reads and gives ordinary tensors of one rank; knows
+nothing of meshes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+#: Kernels for CUDA take rows whose length is a multiple of this, and logarithms by as many; the quickest takes rows up to this.
+_ROW, _LOGARITHMS, _WIDEST = 8, 32, 256
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which results and gradients are added up.
+
+    >>> accumulated(torch.bfloat16), accumulated(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+class Way(NamedTuple):
+    """How to attend: each query to the keys up to its own number only, and what scores are multiplied by."""
+
+    is_causal: bool
+    scale: float
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, way: Way) -> tuple[Tensor, Tensor]:
+    """What queries find in keys, and the logarithm of the sum of the exponentials of their scores. Groups of query heads may
+    share a head of keys.
+
+    >>> x = torch.ones(1, 2, 3, 4)
+    >>> [tuple(part.shape) for part in attend(x, x, x, Way(True, 0.5))]
+    [(1, 2, 3, 4), (1, 2, 3)]
+    """
+    given = _laid_out(query, key, value)
+    out, lse = _kernels(given[0])[0](*given, way)
+    out, lse = out[..., : value.shape[-1]], lse[..., : query.shape[-2]]
+    lse = lse.reshape(query.shape[:-1]).to(accumulated(query.dtype))
+    return out.reshape(*query.shape[:-1], value.shape[-1]), lse.contiguous()
+
+
+def attend_backward(  # noqa: PLR0913  as many as the forward has arguments and results
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, way: Way
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values that come from these keys, where `out` and `lse` are those of all keys."""
+    given = _laid_out(query, key, value)
+    width = given[2].shape[-1]
+    grad, out = (_padded(_four(x), width) for x in (grad, out))
+    found = _kernels(given[0])[1](grad, *given, out, _four(lse[..., None])[..., 0], way)
+    dtype = accumulated(query.dtype)
+    dq, dk, dv = (x[..., : like.shape[-1]].to(dtype) for x, like in zip(found, (query, key, value), strict=True))
+    return dq.reshape(query.shape), _by_group(dk, key), _by_group(dv, value)
+
+
+def joined(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """What queries find in two sets of keys, from what they find in each.
+
+    >>> joined(torch.zeros(1, 2), torch.tensor([-torch.inf]), torch.ones(1, 2), torch.tensor([3.0]))
+    (tensor([[1., 1.]]), tensor([3.]))
+    """
+    share = torch.sigmoid(more_lse - lse)[..., None]
+    return torch.lerp(out, more.to(out.dtype), share), torch.logaddexp(lse, more_lse)
+
+
+# ── what kernels take ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _laid_out(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Four dims each, as many heads of keys as of queries, and rows of one length that the kernels take: zeros behind the
+    elements of a row change no score, and give zeros."""
+    width = max(query.shape[-1], value.shape[-1])
+    if query.device.type == "cuda":
+        width = -(-width // _ROW) * _ROW
+    query, key, value = _four(query), _four(key), _four(value)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    return [_padded(x, width) for x in (query, key, value)]
+
+
+def _four(x: Tensor) -> Tensor:
+    shape = (1, 1, *x.shape) if x.ndim < 4 else x.shape
+    return x.reshape(math.prod(shape[:-3]), *shape[-3:]).contiguous()
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+
+
+def _by_group(grad: Tensor, like: Tensor) -> Tensor:
+    """The sum over the query heads that share a head."""
+    heads = like.shape[-3] if like.ndim > 2 else 1
+    return (grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)).reshape(like.shape)
+
+
+# ── kernels ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _cpu(query: Tensor, key: Tensor, value: Tensor, way: Way) -> Sequence[Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, way.is_causal, scale=way.scale)
+
+
+def _cpu_backward(*given: Any) -> Sequence[Tensor]:
+    *tensors, way = given
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, way.is_causal, scale=way.scale)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, way: Way) -> Sequence[Tensor]:
+    return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, way.is_causal, scale=way.scale)[:2]
+
+
+def _flash_backward(*given: Any) -> Sequence[Tensor]:
+    *tensors, way = given
+    lengths = [x.shape[2] for x in tensors[1:3]]
+    drawn = [tensors[0].new_empty(shape, dtype=torch.uint64) for shape in ((2,), ())]  # where random numbers would start
+    words = (None, None, *lengths, 0.0, way.is_causal, *drawn)
+    return aten._scaled_dot_product_flash_attention_backward(*tensors, *words, scale=way.scale)
+
+
+def _efficient(query: Tensor, key: Tensor, value: Tensor, way: Way) -> Sequence[Tensor]:
+    given = (query, key, value, None, True, 0.0, way.is_causal)
+    return aten._scaled_dot_product_efficient_attention(*given, scale=way.scale)[:2]
+
+
+def _efficient_backward(*given: Any) -> Sequence[Tensor]:
+    grad, query, key, value, out, lse, way = given
+    behind = -lse.shape[-1] % _LOGARITHMS
+    lse = F.pad(lse, (0, behind), value=torch.inf)
+    drawn = [torch.zeros((), dtype=torch.int64, device=lse.device) for _ in range(2)]
+    words = (*drawn, 0.0, [True, True, True, False], way.is_causal)
+    found = aten._scaled_dot_product_efficient_attention_backward(
+        grad, query, key, value, None, out, lse, *words, scale=way.scale
+    )
+    return found[:3]
+
+
+def _scores(query: Tensor, key: Tensor, way: Way) -> Tensor:
+    scores = query @ key.mT * way.scale
+    if not way.is_causal:
+        return scores
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, way: Way) -> Sequence[Tensor]:
+    query, key, value = (x.to(accumulated(x.dtype)) for x in (query, key, value))
+    scores = _scores(query, key, way)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp() @ value, lse
+
+
+def _plain_backward(*given: Any) -> Sequence[Tensor]:
+    *tensors, way = given
+    grad, query, key, value, out, lse = (x.to(accumulated(x.dtype)) for x in tensors)
+    weights = (_scores(query, key, way) - lse[..., None]).exp()
+    change = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * way.scale
+    return change @ key, change.mT @ query, weights.mT @ grad
+
+
+_Pair = tuple[Callable[..., Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def _kernels(query: Tensor) -> _Pair:
+    kind, dtype = query.device.type, query.dtype
+    if kind == "cpu" and dtype in (*_HALVES, torch.float32, torch.float64):
+        return _cpu, _cpu_backward
+    if kind != "cuda" or dtype not in (*_HALVES, torch.float32):
+        return _plain, _plain_backward
+    is_quick = dtype in _HALVES and query.shape[-1] <= _WIDEST and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return (_flash, _flash_backward) if is_quick else (_efficient, _efficient_backward)

@@ -1,0 +1,243 @@
+"""`debug_mode`: before each communication the ranks that take part compare what they are about to do; `Checker`, a door around
+another door that has them do so.
+
+Reads what is asked of the door, gives it on if the ranks agree, or the same error on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import MismatchError, ShardwiseError, WorldError
+from ..layout import DTYPES, PerRank
+from ..mesh import Mesh
+from .context import caller, callers
+from .door import Around, Counts, Door
+from .messages import Batch
+from .post import arrived
+from .record import Recorder, Watch, watching
+from .session import Checks, Post, Session
+
+T = TypeVar("T")
+#: The shape and the dtype of one message.
+Message = tuple[Sequence[int], torch.dtype]
+
+
+@contextlib.contextmanager
+def debug_mode(timeout: float = 300.0, lines: bool = True) -> Iterator[None]:
+    """Inside the block the ranks of a job compare what they are about to communicate, each time before they do: the operator,
+    the group, shapes and dtype, and the line of the program. Where they differ every rank raises the same `MismatchError`,
+    with what each was about to do, instead of waiting forever; and where a rank does not come any more, because it raised,
+    left the block, ended or died, or because ranks wait for each other.
+
+    `timeout` is for how many seconds a rank that lives is waited for. `lines=False` lets ranks meet from different lines. All
+    ranks of the job enter and leave the block together. Captured programs are compared too. Not seen are the collectives of
+    compiled programs, those that the program asks of torch.distributed itself, and the making of groups. In a simulated world
+    there is nothing to compare.
+
+    >>> with debug_mode(timeout=60):
+    ...     pass
+    """
+    if not timeout > 0:
+        raise WorldError(f"debug_mode waits for a positive number of seconds, got timeout={timeout}")
+    now = watching.get() or Watch()
+    if now.checks is not None:
+        yield  # blocks inside one another are one
+        return
+    checks = Checks(float(timeout), lines)
+    try:
+        checks.session()
+        with watching.set(now._replace(checks=checks)):
+            yield
+    except BaseException as error:
+        checks.leave(error)
+        raise
+    checks.leave(None)
+
+
+# ── what ranks tell each other ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def current_session() -> Session | None:
+    """The session of the block of `debug_mode` around, in a job; else None."""
+    watch = watching.get()
+    return None if watch is None or watch.checks is None else watch.checks.session()
+
+
+def checks_here() -> bool:
+    """Whether this is in a block of `debug_mode`, of however many ranks."""
+    watch = watching.get()
+    return watch is not None and watch.checks is not None
+
+
+def announce(post: Post, meetings: Sequence[Iterable[int]], fields: Iterable[str] | None = None) -> None:
+    """Tell each of several sets of ranks, this one among them, what this one is about to do, and come back when all others
+    have told the same; else every rank raises. In a block of `debug_mode` only.
+
+    `fields` of the posts must agree (as a rule all that the block compares), and what one sends to another must be what that
+    one expects of it.
+    """
+    session = current_session()
+    if session is not None:
+        session.agree(post, meetings, session.fields if fields is None else fields)
+
+
+def announce_batch(
+    operator: str, send: Mapping[int, Sequence[Message]], receive: Mapping[int, Sequence[Message]], kind: str = "batch"
+) -> None:
+    """Tell every rank that this one sends to or receives from, in one batch, what the messages are, in order.
+
+    The n-th batch that two ranks have in common must hold the same messages between them, each way. Lines may differ, since
+    a program that names ranks does different things on them.
+    """
+    line, path = _lines()
+    post = Post(kind, operator, "", "", line, path, parcels(send), parcels(receive))
+    me = torch.distributed.get_rank()
+    peers = sorted({*send, *receive} - {me})
+    announce(post, [(me, peer) for peer in peers] or [(me,)], fields=("kind",))
+
+
+def finish(wait: Callable[[], T]) -> T:
+    """What a call gives that does nothing but wait for messages that were begun; in a block of `debug_mode` it is left waiting,
+    and every rank raises, if some rank fails meanwhile: in a batch with several ranks one of these may have found, after the
+    others began, that it does not agree with another one."""
+    session = current_session()
+    return wait() if session is None else session.finish(wait)
+
+
+def parcels(messages: Mapping[int, Sequence[Message]]) -> dict[str, list[str]]:
+    """Messages by rank, as a post tells them."""
+    return {str(rank): [shown(*message) for message in several] for rank, several in messages.items() if several}
+
+
+def shown(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """A tensor as `f32[4, 2]`."""
+    return f"{DTYPES.get(dtype, str(dtype))}[{', '.join(map(str, shape))}]"
+
+
+def _lines() -> tuple[str, str]:
+    """The line of the user's program, and how it came there."""
+    first, *others = map(str, callers(3) or [caller()])
+    return first, f"(from {', '.join(others)})" if others else ""
+
+
+def group_text(mesh: Mesh, axes: tuple[str, ...]) -> str:
+    """A group as text, with all that makes two meshes different ones."""
+    ranks = mesh.root.ranks
+    order = f"0 to {len(ranks) - 1}" if ranks == tuple(range(len(ranks))) else ", ".join(map(str, ranks))
+    return f"{', '.join(axes)} of {mesh.root!r} on {mesh.device} ranks {order}"
+
+
+# ── the door ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def watched_door(door: Door, world: str, operator: str, watch: Watch) -> Door:
+    """A door with everything around it that watches now."""
+    session = watch.checks.session() if watch.checks is not None and world == "processes" else None
+    if session is not None:
+        door = Checker(door, operator, session)
+    return Recorder(door, operator) if watch.logs else door
+
+
+class Checker(Around):
+    """A door through which a rank goes when all that take part are about to go through with the same."""
+
+    __slots__ = ("_operator", "_session")
+
+    def __init__(self, door: Door, operator: str, session: Session) -> None:
+        super().__init__(door)
+        self._operator, self._session = operator, session
+
+    @contextlib.contextmanager
+    def _together(self, post: Post, ranks: Sequence[int]) -> Iterator[None]:
+        """Around a communication of these ranks: before it they compare, and what goes wrong in it says where."""
+        if len(ranks) > 1:
+            announce(post, [ranks])
+        try:
+            yield
+        except ShardwiseError:
+            raise
+        except RuntimeError as error:
+            why = self._session.failure()
+            if why:
+                raise MismatchError(why) from error
+            error.add_note(f"in {post}")
+            raise
+
+    def _check(self, kind: str, x: Tensor, mesh: Mesh, axes: tuple[str, ...], **words: Any) -> Any:
+        if self._door.traced(x):
+            return contextlib.nullcontext()
+        value = words.pop("value", None)
+        value = shown(x.shape, x.dtype) if value is None else value
+        post = Post(kind, self._operator, group_text(mesh, axes), value, *_lines(), **words)
+        return self._together(post, self._ranks(mesh, axes))
+
+    def _ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks of this rank's group, in its order; none if it is not in the mesh."""
+        place = self._door.place(mesh)
+        return tuple(mesh.root.ranks[peer] for peer in mesh.root.peers(place, axes)) if place >= 0 else ()
+
+    def _parcels(self, counts: Counts, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, list[str]]:
+        """So many elements for each of this rank's group, as a post tells them."""
+        ranks = () if self._door.traced(x) else self._ranks(mesh, axes)
+        if not ranks:
+            return {}
+        here = counts.at(self._door.place(mesh)) if isinstance(counts, PerRank) else counts
+        return parcels({rank: [((count,), x.dtype)] for rank, count in zip(ranks, here, strict=True)})
+
+    def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Compare, then reduce."""
+        with self._check(f"all_reduce({kind})", x, mesh, axes):
+            return self._door.all_reduce(x, kind, mesh, axes)
+
+    def all_gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Compare, then gather."""
+        with self._check("all_gather", x, mesh, axes):
+            return self._door.all_gather(x, mesh, axes)
+
+    def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Compare, then reduce and scatter."""
+        with self._check(f"reduce_scatter({kind})", x, mesh, axes):
+            return self._door.reduce_scatter(x, kind, mesh, axes)
+
+    def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Compare what each sends with what the other expects, then exchange."""
+        going, coming = (self._parcels(counts, x, mesh, axes) for counts in (send, receive))
+        with self._check("all_to_all", x, mesh, axes, value="", send=going, receive=coming):
+            return self._door.all_to_all(x, send, receive, mesh, axes)
+
+    def exchange(self, sent: Sequence[Tensor], batch: Batch) -> list[Tensor]:
+        """Compare what each sends with what the other expects, then begin; ranks that know of their own messages only compare
+        with those they send to or receive from, and wait for what comes at once."""
+        place = self._door.place(batch.mesh)
+        if place < 0:
+            return self._door.exchange(sent, batch)
+        ranks = batch.mesh.root.ranks
+        going: dict[int, list[Message]] = {}
+        coming: dict[int, list[Message]] = {}
+        for index, goal in batch.going(place):
+            going.setdefault(ranks[goal], []).append((tuple(sent[index].shape), sent[index].dtype))
+        for index, source in batch.coming(place):
+            coming.setdefault(ranks[source], []).append((batch.shape(index, place), batch.dtypes[index]))
+        if batch.alone:
+            announce_batch(self._operator, going, coming)
+            outs = self._door.exchange(sent, batch)
+            return finish(lambda: [arrived(out) for out in outs])
+        words = (group_text(batch.mesh, batch.axes), "", *_lines(), parcels(going), parcels(coming))
+        with self._together(Post("exchange", self._operator, *words), self._ranks(batch.mesh, batch.axes)):
+            return self._door.exchange(sent, batch)
+
+    def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
+        """Compare, then broadcast."""
+        with self._check("broadcast", x, mesh, mesh.root.axes):
+            return self._door.broadcast(x, mesh)
+
+    def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+        """Compare that all ask, then ask."""
+        with self._check("shapes", x, mesh, mesh.root.axes, value=DTYPES.get(x.dtype, str(x.dtype))):
+            return self._door.shapes(x, mesh)
