@@ -12,6 +12,7 @@ from .errors import (
     MeshError,
     MismatchError,
     OperatorError,
+    PipelineError,
     PlanError,
     RematError,
     ShardwiseError,
@@ -24,6 +25,7 @@ from .layout import Layout
 from .layout import make_layout as layout
 from .memo import cache_clear, cache_info
 from .mesh import Mesh
+from .pipeline import Pipeline, Schedule, pipeline
 from .placement import Partial, Placement, Replicate, Shard
 from .plan import plan
 from .relabel import relabel
@@ -44,11 +46,14 @@ __all__ = [
     "MismatchError",
     "OperatorError",
     "Partial",
+    "Pipeline",
+    "PipelineError",
     "Placement",
     "PlanError",
     "Program",
     "RematError",
     "Replicate",
+    "Schedule",
     "Shard",
     "ShardwiseError",
     "WorldError",
@@ -70,6 +75,7 @@ __all__ = [
     "load_artifacts",
     "ones",
     "p2p",
+    "pipeline",
     "plan",
     "rand",
     "randint",

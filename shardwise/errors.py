@@ -7,6 +7,7 @@
     ├── OperatorError        an operator that cannot take these layouts
     ├── CommunicationError   communication that `sw.communication("forbid")` refused
     ├── RematError           a block that is not the same the second time, or cannot be run twice
+    ├── PipelineError        a pipeline that cannot be: a schedule out of order, a batch that does not divide, shared parameters
     ├── CompileError         a program that another rank failed to compile, or artifacts that do not fit here
     ├── MismatchError        ranks that are about to communicate different things, found by `sw.debug_mode()`
     └── WorldError           the world around: ranks that disagree, a value that differs between simulated ranks
@@ -42,6 +43,10 @@ class CommunicationError(ShardwiseError, RuntimeError):
 
 class RematError(ShardwiseError, RuntimeError):
     """A block that was computed a second time and was not the same, or that cannot be computed twice."""
+
+
+class PipelineError(ShardwiseError, ValueError):
+    """A pipeline that cannot be built or run as asked."""
 
 
 class CompileError(ShardwiseError, RuntimeError):

@@ -203,6 +203,26 @@ class Mesh(metaclass=OpaqueBaseMeta):
         slow = [flat if axis in names else axis for axis in root.slow]
         return Mesh((*before, flat, *after), sizes, ranks, root.device, root.world, None, slow, _GROUPS[root.explicit])[flat]
 
+    def at(self, coordinate: int) -> Mesh:
+        """The ranks at a coordinate of this mesh's one axis, as a mesh of the root's other axes (of none: one of this axis).
+
+        >>> mesh = Mesh(("pp", "tp"), (2, 2), range(4), "cpu", "simulated")
+        >>> mesh["pp"].at(1), mesh["pp"].at(1).ranks
+        (Mesh(tp=2), (2, 3))
+        """
+        root, axis = self.root, self.named(None)
+        if not 0 <= coordinate < self.shape[axis]:
+            raise MeshError(f"axis {axis!r} of mesh {root} has coordinates 0 to {self.shape[axis] - 1}, got {coordinate}")
+        sizes = {name: size for name, size in root.shape.items() if name != axis} or {axis: 1}
+        ranks = [rank for rank, (at,) in zip(root.ranks, root[axis].coordinates, strict=True) if at == coordinate]
+        slow = [name for name in root.slow if name in sizes]
+        return Mesh(sizes, sizes.values(), ranks, root.device, root.world, None, slow, root.grouping)
+
+    @property
+    def grouping(self) -> str:
+        """What `groups=` of a mesh like this one says."""
+        return _GROUPS[self.explicit]
+
     def _learn(self, axes: tuple[str, ...]) -> None:
         """From now on the group over these axes of a root may be used."""
         group = self._crossed(axes)

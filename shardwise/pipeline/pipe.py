@@ -1,0 +1,260 @@
+"""`pipeline`: modules as the stages of a pipeline along an axis of a mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import PerRank, door
+from ..errors import PipelineError
+from ..layout import Placements
+from ..mesh import Mesh
+from ..tensor import DTensor, distribute
+from .link import Contract, Link, announce
+from .run import Run, Stage, check_same, is_here, spread, synchronised
+from .schedule import Schedule, forwards, make_schedule
+from .stage import Split, check_apart, onto, reduced_once, settle
+from .timeline import Span, Timeline
+
+#: How the losses of microbatches add up to the loss of a batch: by what the number of microbatches each is divided.
+_SCALES: dict[str, Callable[[int], int]] = {"mean": lambda count: count, "sum": lambda count: 1}
+#: So many kinds of inputs are remembered with what the stages give for them.
+_REMEMBERED = 256
+
+
+def pipeline(
+    stages: Sequence[nn.Module],
+    mesh: Mesh | Any,
+    schedule: str | Schedule = "1f1b",
+    microbatches: int | None = None,
+    placements: Placements | None = None,
+    compile: bool | str = False,
+) -> Pipeline:
+    """Modules, each of which takes what the one before it gives, as the stages of a pipeline along an axis of a mesh.
+
+    Stage i lives on `mesh["pp"].at(i)`, the ranks at coordinate i of the axis. What of it is already distributed over that mesh
+    stays so, the rest is replicated there; the other ranks hold none of it. Its parameters are replaced: make optimizers later.
+
+    schedule      "gpipe", "1f1b", or a `Schedule` of your own
+    microbatches  into how many equal parts a batch is split along dim 0 (by default, one for each stage)
+    placements    how batches that are plain tensors lie on the meshes of the first and last stage, as {"dp": Shard(0)}
+    compile       compile each stage, as one graph, by torch.compile; a text names the backend. Stages may also come compiled
+
+    >>> import shardwise as sw
+    >>> mesh = sw.init_mesh(pp=2)
+    >>> pipe = pipeline([nn.Linear(4, 8), nn.Linear(8, 2)], mesh["pp"], microbatches=4)
+    >>> x, y = torch.randn(8, 4), torch.randn(8, 2)
+    >>> pipe.step(x, target=y, loss=nn.functional.mse_loss)
+    DTensor(f32[], mesh=(pp=2))
+    >>> pipe.stages[1].weight.grad
+    DTensor(f32[2, 8], mesh=(pp=1))
+    """
+    return Pipeline(stages, Mesh.from_torch(mesh), schedule, microbatches, placements, compile)
+
+
+class Pipeline(nn.Module):
+    """Stages on the ranks along an axis of a mesh; made by `pipeline`. A module: its parameters are those of all stages.
+
+    >>> import shardwise as sw
+    >>> pipe = pipeline([nn.Linear(4, 8), nn.Linear(8, 2)], sw.init_mesh(pp=2)["pp"], "gpipe", 3)
+    >>> print(pipe.schedule)
+    stage 0  F0 F1 F2 .  .  B0 B1 B2
+    stage 1  .  F0 F1 F2 B0 B1 B2 .
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        mesh: Mesh,
+        schedule: str | Schedule,
+        microbatches: int | None,
+        placements: Placements | None,
+        compile: bool | str,
+    ) -> None:
+        super().__init__()
+        axis = mesh.named(None)
+        if len(stages) != mesh.shape[axis]:
+            raise PipelineError(
+                f"axis {axis!r} of mesh {mesh.root} has {mesh.shape[axis]} coordinates and takes as many stages, "
+                f"got {len(stages)}"
+            )
+        if not is_here(mesh.root):
+            raise PipelineError(
+                f"this rank is none of the {len(mesh.ranks)} ranks of mesh {mesh.root}, and has no stage: guard the code with "
+                "`if mesh.coordinate(rank) is not None`"
+            )
+        check_apart(stages)
+        self.mesh, self.schedule = mesh, make_schedule(schedule, len(stages), microbatches)
+        self.placements = placements
+        self.stages = nn.ModuleList(stages)
+        backend = compile if isinstance(compile, str) else "inductor"
+        # Beside the stages, not in their place: names of parameters stay what they are.
+        self._calls = [torch.compile(stage, backend=backend, fullgraph=True) if compile else stage for stage in stages]
+        self._places = [mesh.at(index) for index in range(len(stages))]
+        self._links = [Link.between(mesh, index) for index in range(len(stages) - 1)]
+        self._contracts: dict[Any, dict[int, Contract]] = {}
+        self._results: dict[Any, tuple[Any, Any, Contract]] = {}
+        self._recorded: list[Span] | None = None
+        self._blanks: dict[nn.Parameter, Tensor] = {}
+        #: for each stage, how many microbatches this process held at most in the last step
+        self.most_held: tuple[int, ...] = ()
+        for index, (stage, place) in enumerate(zip(self.stages, self._places, strict=True)):
+            door(place).ready(place)
+            settle(stage, place, index)
+
+    # ── training and evaluating ───────────────────────────────────────────────────────────────────────────────────────
+
+    def step(
+        self, *inputs: Any, target: Any = None, loss: Callable[..., Tensor] | None = None, reduction: str = "mean"
+    ) -> DTensor:
+        """The loss of a batch, on every rank; gradients are then as after its `backward()` on one device.
+
+        `loss(output, target)` is called for each microbatch (`loss(output)` without a target; without `loss`, the last stage
+        gives it). Microbatches are equal, so the mean of their losses is that of the batch if `loss` is a mean over rows, all
+        of the same weight; where it is a sum, say `reduction="sum"`.
+        """
+        if reduction not in _SCALES:
+            raise PipelineError(f"reduction is one of {', '.join(map(repr, _SCALES))}, got {reduction!r}")
+        first, last = (
+            onto(value, at, self.placements) for value, at in ((inputs, self._places[0]), (target, self._places[-1]))
+        )
+        split = Split((first, last), self.schedule.microbatches)
+        targets, scale = split.parts(last), _SCALES[reduction](split.microbatches)
+
+        def finish(out: Any, microbatch: int) -> Tensor:
+            found = out if loss is None else loss(out) if target is None else loss(out, targets[microbatch])
+            if not isinstance(found, Tensor) or found.ndim:
+                raise PipelineError(f"the loss of a microbatch is a tensor without dims, got {found!r}")
+            return found / scale
+
+        with reduced_once(self.own_parameters()), torch.enable_grad():
+            run = self._run(split.parts(first), finish)
+            run.through(self.schedule, self._clock())
+            total = self._result(run, lambda results: torch.stack(results).sum(), loss)
+        self._fill_gradients()
+        found: DTensor = total.redistribute(self.mesh.root)
+        return found
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the last stage gives for a batch, without gradients: on the last stage's mesh, shapes on the other ranks."""
+        first = onto(inputs, self._places[0], self.placements)
+        split = Split(first, self.schedule.microbatches)
+        with torch.no_grad():
+            run = self._run(split.parts(first), lambda out, _: out)
+            run.through(forwards(len(self.stages), split.microbatches), self._clock())
+            return self._result(run, split.join, None)
+
+    def _run(self, batches: list[Any], finish: Callable[[Any, int], Any]) -> Run:
+        """A batch that sets out, with what is known of what stages give for one like it."""
+        stages = [Stage(i, call, at, is_here(at)) for i, (call, at) in enumerate(zip(self._calls, self._places, strict=True))]
+        inputs = Contract.of(batches[0])[0].filled(lambda wire: wire.layout.write())
+        casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+        key = repr((inputs, torch.is_grad_enabled(), [stage.training for stage in self.stages], casts))
+        return Run(stages, self._links, batches, _remembered(self._contracts, key, dict), finish)
+
+    def _result(self, run: Run, join: Callable[[Any], Any], loss: Any) -> Any:
+        """What `join` makes of all microbatches' results, on the last stage's mesh; others know what it is like."""
+        if self._recorded is not None:
+            self._recorded += run.spans
+        self.most_held = tuple(run.most_held)
+        last = run.stages[-1]
+        with torch.no_grad():
+            result = join(run.results) if last.here else None
+        said = None if result is None else Contract.of(result)[0]
+        # By identity, and kept, so that it stays this one's: whether a function was seen before is the same on every rank.
+        key = (id(run.contracts), id(loss))
+        _, _, told = _remembered(self._results, key, lambda: (run.contracts, loss, announce(said, self.mesh, last.index)))
+        if said is not None:
+            check_same(last.index, said, told)
+        return spread(result, told, last.mesh)
+
+    def _clock(self) -> Callable[[], float]:
+        return float if self._recorded is None else synchronised(self.mesh.device)
+
+    # ── gradients ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _fill_gradients(self) -> None:
+        """Where a stage is not, its parameters have gradients without data, so that one program goes on everywhere."""
+        own = set(self.own_parameters())
+        for p in self.parameters():
+            if p.requires_grad and p.grad is None and p not in own:
+                p.grad = self._blanks[p] if p in self._blanks else self._blanks.setdefault(p, torch.zeros_like(p))
+
+    def own_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of stages that this rank is in: an optimizer over these does no work on the shapes of others."""
+        for stage, place in zip(self.stages, self._places, strict=True):
+            yield from stage.parameters() if is_here(place) else ()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> DTensor:
+        """Scale the gradients of all stages so that their norm together is at most `max_norm`; gives the norm before."""
+        norms = [self._norm(stage, place, norm_type) for stage, place in zip(self.stages, self._places, strict=True)]
+        total: Any = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        for stage, place in zip(self.stages, self._places, strict=True):
+            there = total.redistribute(place)
+            if is_here(place):
+                nn.utils.clip_grads_with_norm_(stage.parameters(), max_norm, there)
+        found: DTensor = total
+        return found
+
+    def _norm(self, stage: nn.Module, place: Mesh, norm_type: float) -> Tensor:
+        """The norm of a stage's gradients, on all ranks; its dtype follows from the parameters, which all ranks know."""
+        kind = functools.reduce(torch.promote_types, [p.dtype for p in stage.parameters()], torch.float32)
+        norm: Any = distribute(torch.zeros((), dtype=kind, device=place.device), place, None, None)
+        grads = [p.grad for p in stage.parameters() if p.grad is not None]
+        if grads and is_here(place):
+            norm = nn.utils.get_total_norm(grads, norm_type).to(kind)
+        found: Tensor = norm.redistribute(self.mesh.root)
+        return found
+
+    # ── how long it takes ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Note when each entry of the steps inside starts and ends; on all ranks alike, `timeline` tells it afterwards."""
+        recording, self._recorded = Recording(), []
+        try:
+            yield recording
+            recording.timeline = _gathered(self._recorded, self.mesh)
+        finally:
+            self._recorded = None
+
+
+def _remembered(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """What is known by a key, made if it is not; the oldest is forgotten when there are many, on every rank the same."""
+    if key not in known:
+        if len(known) >= _REMEMBERED:
+            del known[next(iter(known))]
+        known[key] = make()
+    return known[key]
+
+
+class Recording:
+    """What `Pipeline.record` noted: a timeline with a row for each rank, once the block has ended."""
+
+    timeline: Timeline
+
+
+def _gathered(spans: Iterable[Span], along: Mesh) -> Timeline:
+    """The spans of all ranks: clocks of ranks on several machines have to agree."""
+    spans, root = list(spans), along.root
+    world = door(root, "pipeline")
+    mine = PerRank(lambda place: [span for span in spans if (span.row,) == along.coordinates[place]])
+    rows = world.each(_as_numbers, root, mine, torch.device(root.device))
+    table = world.plain(world.all_gather(rows, root, root.axes)).tolist()
+    names = [f"rank {rank}, stage {at}" for rank, (at,) in zip(root.ranks, along.coordinates, strict=True)]
+    found = [
+        Span(place, "FB"[int(kind)], int(j), start, end)
+        for place, several in enumerate(table)
+        for kind, j, start, end in several
+    ]
+    return Timeline(tuple(names), tuple(found))
+
+
+def _as_numbers(spans: list[Span], device: torch.device) -> Tensor:
+    numbers = [["FB".index(span.kind), span.microbatch, span.start, span.end] for span in spans]
+    return torch.tensor(numbers, dtype=torch.float64, device=device).reshape(1, -1, 4)

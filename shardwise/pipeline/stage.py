@@ -1,0 +1,166 @@
+"""Modules on the ranks of their stage, batches in microbatches, and gradients that are reduced once for all of these."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from ..errors import PipelineError
+from ..layout import Layout, Placements
+from ..mesh import Mesh
+from ..tensor import DTensor, align_grad, distribute
+
+# ── modules ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_apart(stages: Sequence[nn.Module]) -> None:
+    """Refuse stages that share a parameter."""
+    owners: dict[Any, str] = {}
+    for index, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            other = owners.setdefault(parameter, f"{index}:{name}")
+            if not other.startswith(f"{index}:"):
+                raise PipelineError(
+                    f"stage {index} has as {name!r} the parameter that is {other.partition(':')[2]!r} of stage "
+                    f"{other.partition(':')[0]}: a parameter lives on the ranks of one stage. Use it in one stage only, or "
+                    "give each stage its own (nn.Parameter(p.detach().clone())); they are then trained apart"
+                )
+
+
+def settle(module: nn.Module, mesh: Mesh, index: int) -> None:
+    """Replace parameters and buffers that are plain by replicated ones on the stage's mesh; others have to be on it."""
+    done: dict[Tensor, Tensor] = {}
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        if isinstance(tensor, DTensor):
+            _check_on(tensor, mesh, f"{name!r} of stage {index}", index)
+            continue
+        if tensor not in done:
+            made = distribute(tensor.detach(), mesh, None, 0)
+            done[tensor] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, done[tensor])
+
+
+def _check_on(tensor: DTensor, mesh: Mesh, what: str, index: int) -> None:
+    if tensor.mesh.root is not mesh.root:
+        raise PipelineError(
+            f"{what} is {tensor.layout} on ranks {list(tensor.mesh.ranks)}, the stage on ranks {list(mesh.ranks)}: distribute "
+            f'it over mesh["pp"].at({index}), the stage\'s own mesh'
+        )
+
+
+# ── microbatches ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def onto(value: Any, mesh: Mesh, placements: Placements | None) -> Any:
+    """Tensors in `value` on a mesh: plain ones by the placements, those on another mesh cut by the same axes."""
+    return tree_map_only(Tensor, partial(_onto, mesh=mesh, placements=placements), value)
+
+
+def _onto(x: Tensor, mesh: Mesh, placements: Placements | None) -> DTensor:
+    if not isinstance(x, DTensor):
+        return distribute(x.detach(), mesh, placements, None)
+    if x.mesh.root is mesh.root:
+        return x.detach()  # type: ignore[return-value]
+    cuts = dict(zip(x.mesh.axes, x.layout.reduced().placements, strict=True))
+    return x.redistribute(mesh, {axis: placement for axis, placement in cuts.items() if axis in mesh.axes}).detach()  # type: ignore[return-value]
+
+
+class Split:
+    """How the rows of a batch fall into microbatches: each takes as many from every piece, so that none has to move.
+
+    >>> import shardwise as sw
+    >>> x = sw.distribute_tensor(torch.arange(8), sw.init_mesh(dp=2), [sw.Shard(0)])
+    >>> [part.tolist() for part in Split([x], 2).parts(x)]
+    [[0, 1, 4, 5], [2, 3, 6, 7]]
+    """
+
+    def __init__(self, value: Any, microbatches: int) -> None:
+        several = [x for x in tree_leaves(value) if isinstance(x, DTensor) and x.ndim]
+        sizes = sorted({x.shape[0] for x in several})
+        if len(sizes) != 1:
+            raise PipelineError(f"inputs and targets of a pipeline have one number of rows (dim 0), got {sizes or 'none'}")
+        self.microbatches = microbatches
+        self.pieces = max(math.prod(x.mesh.shape[axis] for axis in x.layout.axes_of(0)) for x in several)
+        self.rows, left = divmod(sizes[0], self.pieces * microbatches)
+        if left or not self.rows:
+            raise PipelineError(
+                f"a batch of {sizes[0]} rows, in {self.pieces} pieces, does not fall into {microbatches} equal microbatches: "
+                f"use a batch of a multiple of {self.pieces * microbatches} rows, or another number of microbatches"
+            )
+
+    def parts(self, value: Any) -> list[Any]:
+        """A value for each microbatch: tensors by their rows, all else as it is."""
+        return [tree_map_only(DTensor, partial(self._part, index=index), value) for index in range(self.microbatches)]
+
+    def _part(self, x: DTensor, index: int) -> DTensor:
+        if not x.ndim:
+            return x
+        found: Any = x.unflatten(0, (self.pieces, self.microbatches, self.rows)).select(1, index).flatten(0, 1)
+        return found
+
+    def join(self, values: Sequence[Any]) -> Any:
+        """What came of all microbatches as one value, with rows in the order of the batch."""
+        flat, spec = zip(*map(tree_flatten, values), strict=True)
+        leaves = [self._join(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in zip(*flat, strict=True)]
+        return tree_unflatten(leaves, spec[0])
+
+    def _join(self, parts: Sequence[DTensor]) -> Tensor:
+        first = parts[0]
+        if not first.ndim or first.shape[0] != self.pieces * self.rows:
+            raise PipelineError(
+                f"the last stage gives {first.layout} for a microbatch of {self.pieces * self.rows} rows: microbatches are put "
+                "together along dim 0, which has to have as many"
+            )
+        return torch.stack([part.unflatten(0, (self.pieces, self.rows)) for part in parts], 1).flatten(0, 2)
+
+
+# ── gradients ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def reduced_once(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Gradients of all backwards inside add up as they come; then each is reduced, and added to what was there before.
+
+    A gradient that is larger than its parameter's piece while it is pending is reduced at once, to save memory."""
+    several: list[Any] = [p for p in parameters if p.requires_grad]
+    before, hooks = [p.grad for p in several], [_replace_hook(p) for p in several]
+    for p in several:
+        p.grad = None
+    try:
+        yield
+    except BaseException:  # other ranks may stand elsewhere: nothing is communicated
+        for p, old in zip(several, before, strict=True):
+            p.grad = old
+        raise
+    finally:
+        for restore in hooks:
+            restore()
+    for p, old in zip(several, before, strict=True):
+        new = None if p.grad is None else align_grad(p.grad, p.layout.reduced())
+        p.grad = new if old is None else old if new is None else old + new
+
+
+def _replace_hook(p: Any) -> Callable[[], None]:
+    """Let gradients of a parameter come as they are; gives what restores how they came."""
+    p._aligned.remove()
+    hook = p.register_hook(partial(_unless_larger, layout=p.layout.reduced()))
+
+    def restore() -> None:
+        hook.remove()
+        del p._aligned
+        p._align()
+
+    return restore
+
+
+def _unless_larger(grad: Any, layout: Layout) -> Any:
+    return grad if isinstance(grad, DTensor) and grad.layout.nbytes <= layout.nbytes else align_grad(grad, layout)
