@@ -21,6 +21,7 @@ from .layout import Layout
 from .layout import make_layout as layout
 from .memo import cache_clear, cache_info
 from .mesh import Mesh
+from .package import Package, export, load_package
 from .placement import Partial, Placement, Replicate, Shard
 from .plan import plan
 from .relabel import relabel
@@ -38,6 +39,7 @@ __all__ = [
     "Mesh",
     "MeshError",
     "OperatorError",
+    "Package",
     "Partial",
     "Placement",
     "PlanError",
@@ -56,10 +58,12 @@ __all__ = [
     "compile_report",
     "distribute_tensor",
     "empty",
+    "export",
     "full",
     "init_mesh",
     "layout",
     "load_artifacts",
+    "load_package",
     "ones",
     "plan",
     "rand",

@@ -6,7 +6,7 @@ from .groups import Processes
 from .policy import check, communication
 from .record import Log, Record, note_decomposed, note_fallback, trace_comm
 from .simulated import Bundle, Simulated
-from .worlds import door, init_mesh, simulate
+from .worlds import door, init_mesh, pretend, simulate
 
 __all__ = [
     "Bundle",
@@ -22,6 +22,7 @@ __all__ = [
     "init_mesh",
     "note_decomposed",
     "note_fallback",
+    "pretend",
     "simulate",
     "trace_comm",
 ]

@@ -6,16 +6,19 @@ keep it only under a key that names the rank's coordinate; found out too late fo
 
 from __future__ import annotations
 
+from typing import Any
+
 from .._torch import tracing_context, veto_cache
 
 
 class Trace:
-    """What is known of one trace: whether it is of one rank only, and whether its key says so."""
+    """What is known of one trace: whether it is of one rank only, because of what, and whether its key says so."""
 
-    __slots__ = ("keyed", "specific")
+    __slots__ = ("because", "keyed", "specific")
 
     def __init__(self) -> None:
         self.specific = self.keyed = False
+        self.because: Any = None
 
 
 def current() -> Trace | None:
@@ -36,11 +39,11 @@ def is_of_one_rank() -> bool:
     return trace is not None and trace.specific
 
 
-def mark_specific() -> None:
-    """Say that what is traced now, if anything, holds something of this rank."""
+def mark_specific(because: Any) -> None:
+    """Say that what is traced now, if anything, holds something of this rank, and what: a layout, or values for each rank."""
     trace = current()
     if trace is not None and not trace.specific:
-        trace.specific = True
+        trace.specific, trace.because = True, because
         veto_cache(_is_misleading)
 
 

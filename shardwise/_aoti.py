@@ -1,0 +1,60 @@
+"""What packages need of torch's private names: its ahead-of-time compiler, the loader of what that makes, and structures as text.
+
+Apart from `_torch.py`, as only packages use them. Supported: torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
+
+__all__ = [
+    "compile_package",
+    "is_group",
+    "leaves_with_paths",
+    "open_package",
+    "tree_flatten",
+    "tree_unflatten",
+    "treespec_dumps",
+    "treespec_loads",
+]
+
+
+def compile_package(program: Any, path: str, settings: dict[str, Any]) -> None:
+    """Write an exported program, compiled ahead of time, to a file (a zip archive, `*.pt2`)."""
+    importlib.import_module("torch._inductor").aoti_compile_and_package(
+        program, package_path=path, inductor_configs=dict(settings)
+    )
+
+
+def leaves_with_paths(value: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """What a nested value holds, each with where it is (`[0]['cache']`), and how it is nested."""
+    leaves, structure = tree_flatten_with_path(value)
+    return [(keystr(path), leaf) for path, leaf in leaves], structure
+
+
+def open_package(path: str) -> Any:
+    """What runs a compiled program on a list of tensors, which it empties: `boxed_run`. The public loader imports the compiler
+    first, which takes seconds."""
+    loader: Any = torch._C._aoti.AOTIModelPackageLoader  # type: ignore[attr-defined]
+    single_threaded, runners, this_device = False, 1, -1
+    return loader(path, "model", single_threaded, runners, this_device)
+
+
+def is_group(name: str) -> bool:
+    """Whether a process group goes by this name."""
+    try:
+        torch._C._distributed_c10d._resolve_process_group(name)
+    except RuntimeError:
+        return False
+    return True
