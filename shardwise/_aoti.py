@@ -1,4 +1,4 @@
-"""What packages need of torch's private names: its ahead-of-time compiler, the loader of what that makes, and structures as text.
+"""What packages need of torch's private names: its ahead-of-time compiler, the loader of what that makes, nested values.
 
 Apart from `_torch.py`, as only packages use them. Supported: torch 2.11 to 2.13.
 """
@@ -46,15 +46,16 @@ def leaves_with_paths(value: Any) -> tuple[list[tuple[str, Any]], Any]:
 def open_package(path: str) -> Any:
     """What runs a compiled program on a list of tensors, which it empties: `boxed_run`. The public loader imports the compiler
     first, which takes seconds."""
-    loader: Any = torch._C._aoti.AOTIModelPackageLoader  # type: ignore[attr-defined]
+    loader: Any = torch._C._aoti.AOTIModelPackageLoader
     single_threaded, runners, this_device = False, 1, -1
     return loader(path, "model", single_threaded, runners, this_device)
 
 
 def is_group(name: str) -> bool:
     """Whether a process group goes by this name."""
+    resolve: Any = torch._C._distributed_c10d._resolve_process_group
     try:
-        torch._C._distributed_c10d._resolve_process_group(name)
+        resolve(name)
     except RuntimeError:
         return False
     return True

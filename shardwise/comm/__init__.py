@@ -6,7 +6,7 @@ from .groups import Processes
 from .policy import check, communication
 from .record import Log, Record, note_decomposed, note_fallback, trace_comm
 from .simulated import Bundle, Simulated
-from .worlds import door, init_mesh, pretend, simulate
+from .worlds import door, init_mesh, pretend, seen, simulate
 
 __all__ = [
     "Bundle",
@@ -23,6 +23,7 @@ __all__ = [
     "note_decomposed",
     "note_fallback",
     "pretend",
+    "seen",
     "simulate",
     "trace_comm",
 ]

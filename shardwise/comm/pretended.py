@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
 
 from .._aoti import is_group
 from .._torch import register_group, unregister_group
@@ -16,14 +16,14 @@ class Pretended(Processes):
     def __init__(self, rank: int) -> None:
         super().__init__()
         self._rank = rank
-        self._stand_ins: dict[str, dist.ProcessGroup] = {}
+        self._stand_ins: dict[str, ProcessGroup] = {}
 
     def prepare(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
         """The group over `axes` by its name and size; one that does nothing stands in for it where there is none."""
         places = mesh.root.peers(self.place(mesh), axes)
         group = Group(mesh.root.alias(axes), len(places))
         if group.size > 1 and not is_group(group.alias):
-            made = dist.ProcessGroup(dist.HashStore(), places.index(self.place(mesh)), group.size)
+            made = ProcessGroup(HashStore(), places.index(self.place(mesh)), group.size)
             self._stand_ins[group.alias] = made  # torch's own table does not keep it
             register_group(group.alias, made)
         return group

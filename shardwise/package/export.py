@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from .._aoti import compile_package, leaves_with_paths, tree_unflatten, treespec_dumps
-from ..comm import pretend
+from ..comm import pretend, seen
 from ..errors import CompileError
 from ..mesh import Mesh
 from ..tensor import DTensor
 from .manifest import Fixed, Manifest, Slot, facts_for, write
-from .trace import Traced, in_place, local_of, of_processes, stand_in, trace
+from .trace import Traced, in_place, local_of, stand_in, trace
 
 _FIXED = (int, float, bool, str, type(None))
 
@@ -67,21 +67,22 @@ def exported(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Me
     arguments = [_argument(name, x, mesh) for name, x in zip(given.names, given.leaves, strict=True)]
     own, words = tree_unflatten(arguments, given.structure)
     with in_place(model, every):
-        known = [*parameters.values(), *(x for x in arguments if isinstance(x, Tensor))]
-        traced = trace(model, own, words, known)
-    named = [*parameters.items(), *zip(given.names, arguments, strict=True)]
+        named = [*parameters.items(), *zip(given.names, arguments, strict=True)]
+        places = [place for place, (_, x) in enumerate(named) if isinstance(x, Tensor)]
+        traced = trace(model, own, words, [named[place][1] for place in places])
     order = _order(traced, [x for _, x in named])
     program = torch.export.export(_with_constants(traced, order), _examples(traced, order), strict=False)
-    written = _written(program, [place for place in order if place is not None])
-    slots = [_value(name, x, place in written) for place, (name, x) in enumerate(named)]
+    _check_constants(program)
+    slots: list[Any] = [_value(name, x) for name, x in named]
     manifest = Manifest(
-        facts_for(of_processes(mesh), _ranks(mesh)),
+        facts_for(seen(mesh), _ranks(mesh)),
         tuple(slots[: len(parameters)]),
         tuple(slots[len(parameters) :]),
-        treespec_dumps(given.structure),
+        _written_down(given.structure),
         tuple(place for place in order if place is not None),
         tuple(_result(i, x, at) for i, (x, at) in enumerate(zip(traced.results, traced.outputs, strict=True))),
-        treespec_dumps(traced.structure),
+        _written_down(traced.structure),
+        tuple((places[i], at) for i, at in traced.writes.items()),
     )
     return program, manifest
 
@@ -163,27 +164,32 @@ def _with_constants(traced: Traced, order: Sequence[int | None]) -> GraphModule:
     return gm
 
 
-def _written(program: Any, order: Sequence[int]) -> set[int]:
-    """The places of the inputs that a program writes to."""
-    signature = program.graph_signature
-    if signature.buffers_to_mutate:
+def _check_constants(program: Any) -> None:
+    """Refuse a program that writes to its constants."""
+    if program.graph_signature.buffers_to_mutate:
         raise CompileError(
-            "the function writes to a plain tensor that is neither an input nor a parameter or saved buffer of the model: in a "
-            "package that is a constant; pass it, or register it as a buffer"
+            "the function writes to a plain tensor that is no input, parameter or saved buffer of the model: in a package it "
+            "is a constant; pass it, or register it as a buffer"
         )
-    names = list(signature.user_inputs)
-    return {order[names.index(name)] for name in signature.user_inputs_to_mutate.values()}
 
 
 # ── what a manifest says of it ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _value(name: str, x: Any, written: bool = False) -> Slot | Fixed:
+def _value(name: str, x: Any) -> Slot | Fixed:
     if not isinstance(x, Tensor):
         return Fixed(name, x)
     local = local_of(x)
     layout = x._layout if isinstance(x, DTensor) else None
-    return Slot(name, layout, tuple(local.shape), local.stride(), x.dtype, written)
+    return Slot(name, layout, tuple(local.shape), local.stride(), x.dtype, local.device.type)
+
+
+def _written_down(structure: Any) -> str:
+    try:
+        found: str = treespec_dumps(structure)
+    except NotImplementedError as error:
+        raise CompileError(f"inputs and results are nested in tuples, lists and dictionaries; {error}") from None
+    return found
 
 
 def _result(number: int, x: Any, at: int | None) -> tuple[int | None, Slot | Fixed]:

@@ -1,9 +1,9 @@
-"""`load_package`: what `export` wrote, ready to be called; nothing is traced or decided, and the compiler is not even imported."""
+"""`load_package`: what `export` wrote, ready to be called. Nothing is traced or decided, and the compiler is not imported."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,10 @@ class Package:
         state = dict(_named(parameters))
         missing = [slot.name for slot in slots if slot.name not in state]
         if missing:
+            more = f" (nor are {len(missing) - 1} others)" if missing[1:] else ""
             raise OperatorError(
                 f"the package has {len(slots)} parameters and buffers, given are {len(state)} tensors, and {missing[0]!r} is "
-                f"not among them{f' (nor are {len(missing) - 1} others)' if missing[1:] else ''}; bind the model that was exported"
+                f"not among them{more}; bind the model that was exported"
             )
         for slot in slots:
             _check(slot, f"parameter {slot.name}", state[slot.name], whole_will_do=True)
@@ -62,13 +63,15 @@ class Package:
                 f"the package takes {len(self._manifest.parameters)} parameters and buffers; bind them first: "
                 "load_package(path, parameters=model), or package.bind(model)"
             )
-        values = self._flat(args, kwargs)
-        arguments = self._manifest.arguments
-        for slot, value in zip(arguments, values, strict=True):
+        values, told = self._flat(args, kwargs), self._manifest
+        for slot, value in zip(told.arguments, values, strict=True):
             _check(slot, f"input {slot.name}", value)
-        slots, given = (*self._manifest.parameters, *arguments), [*self._parameters, *values]
-        locals_ = [_local(slots[place], given[place]) for place in self._manifest.order]
-        outputs = self._loader.boxed_run(locals_)
+        for slot, parameter in zip(told.parameters, self._parameters, strict=True):
+            _check(slot, f"parameter {slot.name}", parameter)
+        slots, given = (*told.parameters, *told.arguments), (*self._parameters, *values)
+        outputs = self._loader.boxed_run([_local(slots[place], given[place]) for place in told.order])
+        for place, at in told.writes:
+            _held(slots[place], given[place]).copy_(outputs[at])
         results = [value.value if at is None else _wrapped(value, outputs[at]) for at, value in self._manifest.results]
         return tree_unflatten(results, self._gives)
 
@@ -115,13 +118,17 @@ def _check(slot: Slot | Fixed, what: str, value: Any, whole_will_do: bool = Fals
             raise OperatorError(f"{what} is {slot.value!r} in this package, given is {value!r}; export it with that value")
         return
     if isinstance(value, DTensor):
-        if value._layout is slot.layout or (slot.layout is not None and _is_reordered(value._layout, slot.layout)):
-            return
-    elif isinstance(value, Tensor) and (slot.layout is None or whole_will_do):
-        shape = slot.shape if slot.layout is None else tuple(slot.layout.shape)
-        if tuple(value.shape) == shape and value.dtype == slot.dtype and (whole_will_do or _is_there(value, slot)):
-            return
-    raise OperatorError(f"{what} is a {slot} in this package, given is {_told(value, slot)}")
+        fits = slot.layout is not None and _is_reordered(value._layout, slot.layout)
+    elif slot.layout is None:
+        fits = isinstance(value, Tensor) and _facts(value) == (slot.shape, slot.dtype, slot.device)
+    else:
+        fits = whole_will_do and isinstance(value, Tensor) and _facts(value)[:2] == (tuple(slot.layout.shape), slot.dtype)
+    if not fits:
+        raise OperatorError(f"{what} is a {slot} in this package, given is {_told(value, slot)}")
+
+
+def _facts(value: Tensor) -> tuple[tuple[int, ...], torch.dtype, str]:
+    return tuple(value.shape), value.dtype, value.device.type
 
 
 def _told(value: Any, slot: Slot) -> str:
@@ -142,12 +149,10 @@ def _told(value: Any, slot: Slot) -> str:
 
 
 def _is_reordered(have: Layout, want: Layout) -> bool:
-    """Whether layouts differ in the order of elements in memory alone."""
+    """Whether layouts differ in the order of elements in memory at most."""
+    if have is want:
+        return True
     return have.mesh is want.mesh and have.shape == want.shape and have.replace(stride=want.stride) is want
-
-
-def _is_there(value: Tensor, slot: Slot) -> bool:
-    return True
 
 
 def _distributed(slot: Slot, value: Any) -> Tensor:
@@ -158,16 +163,21 @@ def _distributed(slot: Slot, value: Any) -> Tensor:
 
 
 def _local(slot: Any, value: Any) -> Tensor:
-    """What this rank holds, as it lies in memory where the program was compiled."""
-    local: Tensor = value._local if slot.layout is not None else value.detach()
+    """What this rank holds, as it lay in memory where the program was compiled."""
+    local = _held(slot, value)
+    if local.shape != slot.shape or local.device.type != slot.device:
+        raise OperatorError(
+            f"{slot.name}: this rank holds {list(local.shape)} on {local.device.type}, the program takes {list(slot.shape)} on "
+            f"{slot.device}; a promise that was made by run_check=False does not hold"
+        )
     if local.stride() == slot.stride and local.data_ptr() % _ALIGNMENT == 0:
         return local
-    if slot.written:
-        raise OperatorError(
-            f"{slot.name} is written to, and lies in memory with strides {local.stride()}, not {slot.stride}; "
-            "give it contiguous, as in the example"
-        )
     return torch.empty_strided(slot.shape, slot.stride, dtype=local.dtype, device=local.device).copy_(local)
+
+
+def _held(slot: Any, value: Any) -> Tensor:
+    local: Tensor = value.detach() if slot.layout is None else value._local
+    return local
 
 
 def _wrapped(slot: Any, output: Tensor) -> Tensor:

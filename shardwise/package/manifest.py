@@ -1,5 +1,5 @@
-"""Manifest: what a package says of itself, as JSON beside the compiled program: for which torch, Shardwise, job and device it is,
-and what goes in and comes out. All of it is judged before any native code is loaded.
+"""Manifest: what a package says of itself, as JSON beside the compiled program: for which torch, Shardwise, job and chip it
+is, and what goes in and comes out. All of it is judged before any native code is loaded.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
+from ..comm.worlds import join
 from ..compiled.parcel import processor
 from ..errors import CompileError
 from ..identity import VERSION, library_key
@@ -24,9 +24,8 @@ _FILE = "extra/shardwise.json"
 class Slot(NamedTuple):
     """One tensor that goes in or comes out.
 
-    layout         of a DTensor; none for a plain tensor, which is the same on every rank
-    shape, stride  of what a rank holds
-    written        whether the program writes to it
+    layout                 of a DTensor; none for a plain tensor, which is the same on every rank
+    shape, stride, device  of what a rank holds
     """
 
     name: str
@@ -34,10 +33,11 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    written: bool = False
+    device: str
 
     def __str__(self) -> str:
-        return f"DTensor {self.layout}" if self.layout is not None else f"plain tensor {self.dtype} {list(self.shape)}"
+        plain = f"plain tensor {self.dtype} {list(self.shape)} on {self.device}"
+        return plain if self.layout is None else f"DTensor {self.layout}"
 
 
 class Fixed(NamedTuple):
@@ -58,6 +58,7 @@ class Manifest(NamedTuple):
     arguments   what a call is given, flat; `takes` says how it is nested
     order       the inputs of the compiled program, as positions in `parameters` and, after these, in `arguments`
     results     what a call gives, flat, each tensor with its position among the outputs of the program; `gives` nests it
+    writes      the inputs that are written to, by their position as in `order`, each with the output that it becomes
     """
 
     facts: dict[str, Any]
@@ -65,8 +66,9 @@ class Manifest(NamedTuple):
     arguments: tuple[Slot | Fixed, ...]
     takes: str
     order: tuple[int, ...]
-    results: tuple[tuple[int, Slot] | tuple[None, Fixed], ...]
+    results: tuple[tuple[int | None, Any], ...]
     gives: str
+    writes: tuple[tuple[int, Any], ...]
 
 
 # ── as a file ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -109,6 +111,7 @@ def read(path: Path) -> Manifest:
         tuple(told["order"]),
         tuple((at, _read_value(value)) for at, value in told["results"]),
         told["gives"],
+        tuple((place, at) for place, at in told["writes"]),
     )
 
 
@@ -130,7 +133,7 @@ def _read_value(told: dict[str, Any]) -> Any:
 def _read_slot(told: dict[str, Any]) -> Slot:
     layout = None if told["layout"] is None else Layout.read(told["layout"])
     shape, stride = tuple(told["shape"]), tuple(told["stride"])
-    return Slot(told["name"], layout, shape, stride, getattr(torch, told["dtype"]), told["written"])
+    return Slot(**{**told, "layout": layout, "shape": shape, "stride": stride, "dtype": getattr(torch, told["dtype"])})
 
 
 # ── what a package is for ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -180,14 +183,15 @@ def check_world(manifest: Manifest, source: str, given: Mesh | None) -> Mesh:
         raise CompileError(
             f"{source} has kernels for {manifest.facts['chip']}, here is {_chip(mesh.device)}; export it on such a machine"
         )
-    if not dist.is_initialized():
+    there = join(mesh.device)
+    if not there:
         raise CompileError(
             f"{source} is for a job of {ranks} ranks with the mesh {_told(mesh)}, and no job is running; start it by torchrun, "
             "or call torch.distributed.init_process_group first"
         )
-    if dist.get_world_size() != ranks:
+    if there != ranks:
         raise CompileError(
-            f"{source} is for a job of {ranks} ranks with the mesh {_told(mesh)}, this one has {dist.get_world_size()} ranks; "
+            f"{source} is for a job of {ranks} ranks with the mesh {_told(mesh)}, this one has {there} ranks; "
             f"start {ranks}, or export for a mesh of this job"
         )
     return mesh

@@ -8,7 +8,9 @@ makes results of the right shapes: that tells which inputs the graph takes and w
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +19,8 @@ from torch.fx import GraphModule
 
 from .._aoti import tree_flatten, tree_unflatten
 from .._torch import local_graphs
-from ..comm import PerRank
-from ..comm.trace import current
+from ..comm import seen
+from ..comm.trace import only_alike, refuse_unequal
 from ..compiled.nodes import remove_dead
 from ..compiled.passes import improve
 from ..compiled.steps import traceable, whole_steps
@@ -29,19 +31,24 @@ from ..redistribute import whole_moves
 from ..tensor import DTensor
 from ..tools import wrap
 
+_TORCH = str(Path(torch.__file__).parent)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
 
 class Traced(NamedTuple):
     """A local program.
 
     graph    takes a list of local tensors and gives one
     inputs   the local tensors it was traced with
-    results  what the function gave, flat; `outputs` says at which position of the graph's outputs each tensor is
+    results  what the function gave, flat; `outputs` says which output of the graph each tensor is
+    writes   for the known tensors that are written to, by their position, which output of the graph they become
     """
 
     graph: GraphModule
     inputs: list[Tensor]
     results: list[Any]
     outputs: list[int | None]
+    writes: dict[int, int | None]
     structure: Any
 
 
@@ -50,22 +57,14 @@ def stand_in(x: Tensor, mesh: Mesh, name: str) -> Tensor:
     if not isinstance(x, DTensor):
         return x
     layout = x._layout
-    if of_processes(layout.mesh.root) is not of_processes(mesh.root):
+    if seen(layout.mesh.root) is not seen(mesh.root):
         raise CompileError(f"{name} lives on the mesh {layout.mesh}, the package is for {mesh}; move it there first")
     if not layout.even:
-        raise CompileError(f"{name} is {layout}: {_unequal(layout)}; {_REMEDY}")
-    layout = layout.replace(mesh=of_processes(layout.mesh))
+        _refuse_uneven(name, layout)
+    layout = layout.replace(mesh=seen(layout.mesh))
     local = torch.zeros_like(_piece(x._local), device=layout.device)
     found: DTensor = wrap(DTensor, local, layout)
     return nn.Parameter(found, requires_grad=False) if isinstance(x, nn.Parameter) else found
-
-
-_REMEDY = "the program would be of one rank only; choose sizes that the axis divides, or pad the tensor"
-
-
-def of_processes(mesh: Mesh) -> Mesh:
-    """The same mesh in a job of processes."""
-    return Mesh.read(mesh.text.replace(f";{mesh.world};", ";processes;", 1))
 
 
 def _piece(local: Any) -> Tensor:
@@ -73,12 +72,11 @@ def _piece(local: Any) -> Tensor:
     return first
 
 
-def _unequal(layout: Layout) -> str:
-    """Which dim of a layout falls into unequal pieces."""
-    found = [(dim, f) for dim, factors in enumerate(layout.dims) for f in factors if min(f.sizes) != max(f.sizes)]
-    dim, factor = found[0]
-    sizes = ", ".join(map(str, factor.sizes))
-    return f"dim {dim} of size {layout.shape[dim]} falls into unequal pieces ({sizes}) over {', '.join(factor.axes)}"
+def _refuse_uneven(name: str, layout: Layout) -> None:
+    try:
+        refuse_unequal(layout)
+    except CompileError as error:
+        raise CompileError(f"{name}: {error}") from None
 
 
 # ── tracing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,59 +85,72 @@ def _unequal(layout: Layout) -> str:
 def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], known: Sequence[Tensor]) -> Traced:
     """The local program of a function of `args` and `kwargs`, on the rank pretended; `known` are the tensors that stand in for
     those of the model and of the example."""
-    copied: set[int] = set()
+    copied, written = set[int](), list[int]()
     while True:
-        traced = _Tracing(function, known, frozenset(copied)).run(args, kwargs)
-        shared = {i for i, value in enumerate(traced.results) if isinstance(value, Tensor) and traced.outputs[i] is None}
-        if not shared - copied:
+        before = [_version(x) for x in known]
+        traced = _Tracing(function, known, copied, written).run(args, kwargs)
+        # Results that share memory with an input, and what is written to inputs, are no outputs of the graph: copies are.
+        shared = {i for i, x in enumerate(traced.results) if isinstance(x, Tensor) and traced.outputs[i] is None}
+        changed = [i for i, x in enumerate(known) if _version(x) != before[i]]
+        if shared <= copied and changed == written:
             return traced
-        copied |= shared  # results that share memory with an input are no outputs of the graph: copies of them are
+        copied, written = copied | shared, changed
+
+
+def _version(x: Tensor) -> int:
+    return x._version
 
 
 class _Tracing:
-    def __init__(self, function: Callable[..., Any], known: Sequence[Tensor], copied: frozenset[int]) -> None:
-        self._function, self._copied = function, copied
-        self._known = {id(local_of(x)) for x in known}
+    """One trace; `copied` and `written` say of which results, and of which known tensors, copies are results as well."""
+
+    def __init__(self, function: Callable[..., Any], known: Sequence[Tensor], copied: set[int], written: list[int]) -> None:
+        self._function, self._known, self._copied, self._written = function, known, copied, written
         self._graph: GraphModule | None = None
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        compiled = torch.compile(traceable(self._with_copies), backend=self._backend, fullgraph=True, dynamic=False)
-        with torch.no_grad():
-            results, structure = tree_flatten(compiled(*args, **kwargs))
+        """Trace the function, and find out what its inputs and results are in the graph."""
+        compiled = torch.compile(traceable(self._call), backend=self._backend, fullgraph=True, dynamic=False)
+        try:
+            with torch.no_grad(), only_alike.set(True):
+                results, after = compiled(*args, **kwargs)
+        except Exception as error:
+            raise _cause(error) from None
+        leaves, structure = tree_flatten(results)
         if self._graph is None:
             raise CompileError("the function computes nothing from its inputs: there is nothing to export")
         places = {id(output): place for place, output in enumerate(self._outputs)}
-        outputs = [places.get(id(local_of(value))) if isinstance(value, Tensor) else None for value in results]
-        return Traced(self._graph, self._inputs, results, outputs, structure)
+        outputs, final = ([places.get(id(local_of(x))) for x in found] for found in (leaves, after))
+        return Traced(self._graph, self._inputs, leaves, outputs, dict(zip(self._written, final, strict=True)), structure)
 
-    def _with_copies(self, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         results = self._function(*args, **kwargs)
-        if not self._copied:
-            return results
-        leaves, structure = tree_flatten(results)
-        return tree_unflatten([x.clone() if i in self._copied else x for i, x in enumerate(leaves)], structure)
+        if self._copied:
+            leaves, structure = tree_flatten(results)
+            results = tree_unflatten([x.clone() if i in self._copied else x for i, x in enumerate(leaves)], structure)
+        return results, [self._known[i].clone() for i in self._written]
 
     @whole_steps("captured")
     def _backend(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
+        known = {id(local_of(x)) for x in self._known}
         with whole_moves.set(True):
             run = local_graphs(gm, inputs, self._keep)
 
         def call(*given: Any) -> Any:
             for name, value in zip(names, given, strict=True):
-                if isinstance(value, DTensor) and id(value._local) not in self._known:
+                if isinstance(value, DTensor) and id(value._local) not in known:
                     raise CompileError(
-                        f"the function uses the DTensor {value._layout} ({name}), which is neither an input nor a parameter or "
-                        "buffer of the model: a package cannot hold the pieces of all ranks; pass it, or register it as a buffer"
+                        f"the function uses the DTensor {value._layout} ({name}), which is no input, parameter or buffer of "
+                        "the model: a package cannot hold the pieces of all ranks; pass it, or register it as a buffer"
                     )
             return run(*given)
 
         return call
 
     def _keep(self, part: str, gm: GraphModule) -> Callable[[list[Any]], Any]:
-        _check_alike()
         improve(gm)
         remove_dead(gm.graph)
         gm.recompile()
@@ -155,25 +166,25 @@ class _Tracing:
         return shapes_only
 
 
-def local_of(x: Tensor) -> Tensor:
-    """What this rank holds of a tensor; a plain one itself."""
+def _cause(error: BaseException) -> BaseException:
+    """What this library refused, with the user's line where the tracer tells it; else the error itself."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, CompileError):
+        found = found.__cause__ or found.__context__
+    if found is None or found is error:
+        return error
+    frames = [frame for frame in _FRAME.findall(str(error)) if not frame[0].startswith(_TORCH)]
+    where = f" ({Path(frames[-1][0]).name}:{frames[-1][1]}, in {frames[-1][2]})" if frames else ""
+    return CompileError(f"{found}{where}")
+
+
+def local_of(x: Any) -> Any:
+    """What this rank holds of a tensor; anything else itself."""
     return x._local if isinstance(x, DTensor) else x
 
 
 def _made(fake: Tensor) -> Tensor:
     return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-
-
-def _check_alike() -> None:
-    """Refuse a program of one rank only."""
-    found = current()
-    if found is None or not found.specific:
-        return
-    if isinstance(found.because, Layout):
-        raise CompileError(f"inside the function a tensor is {found.because}: {_unequal(found.because)}; {_REMEDY}")
-    values = [value for value in tree_flatten(found.because)[0] if isinstance(value, PerRank)]
-    told = next((f": {value.at(0)} on the first, {value.at(1)} on the second" for value in values if value.at(0) != value.at(1)), "")
-    raise CompileError(f"inside the function pieces of a tensor differ in size from rank to rank{told}; {_REMEDY}")
 
 
 @contextlib.contextmanager
