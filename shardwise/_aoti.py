@@ -6,6 +6,7 @@ Apart from `_torch.py`, as only packages use them. Supported: torch 2.11 to 2.13
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ __all__ = [
 
 def compile_package(program: Any, path: str, settings: dict[str, Any]) -> None:
     """Write an exported program, compiled ahead of time, to a file (a zip archive, `*.pt2`)."""
-    importlib.import_module("torch._inductor").aoti_compile_and_package(
-        program, package_path=path, inductor_configs=dict(settings)
-    )
+    compiler = importlib.import_module("torch._inductor").aoti_compile_and_package
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch warns of what it does itself
+        compiler(program, package_path=path, inductor_configs=dict(settings))
 
 
 def leaves_with_paths(value: Any) -> tuple[list[tuple[str, Any]], Any]:

@@ -72,7 +72,6 @@ def exported(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Me
         traced = trace(model, own, words, [named[place][1] for place in places])
     order = _order(traced, [x for _, x in named])
     program = torch.export.export(_with_constants(traced, order), _examples(traced, order), strict=False)
-    _check_constants(program)
     slots: list[Any] = [_value(name, x) for name, x in named]
     manifest = Manifest(
         facts_for(seen(mesh), _ranks(mesh)),
@@ -162,15 +161,6 @@ def _with_constants(traced: Traced, order: Sequence[int | None]) -> GraphModule:
             gm.graph.erase_node(node)
     gm.recompile()
     return gm
-
-
-def _check_constants(program: Any) -> None:
-    """Refuse a program that writes to its constants."""
-    if program.graph_signature.buffers_to_mutate:
-        raise CompileError(
-            "the function writes to a plain tensor that is no input, parameter or saved buffer of the model: in a package it "
-            "is a constant; pass it, or register it as a buffer"
-        )
 
 
 # ── what a manifest says of it ────────────────────────────────────────────────────────────────────────────────────────

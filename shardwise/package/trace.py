@@ -118,7 +118,7 @@ class _Tracing:
                 results, after = compiled(*args, **kwargs)
         except Exception as error:
             raise _cause(error) from None
-        leaves, structure = tree_flatten(results)
+        leaves, structure = tree_flatten(_unnamed(results))
         if self._graph is None:
             raise CompileError("the function computes nothing from its inputs: there is nothing to export")
         places = {id(output): place for place, output in enumerate(self._outputs)}
@@ -140,13 +140,15 @@ class _Tracing:
             run = local_graphs(gm, inputs, self._keep)
 
         def call(*given: Any) -> Any:
-            for name, value in zip(names, given, strict=True):
-                if isinstance(value, DTensor) and id(value._local) not in known:
+            own = [x if id(local_of(x)) in known else _constant(name, x) for name, x in zip(names, given, strict=True)]
+            results = run(*own)
+            for name, x, was in zip(names, own, given, strict=True):
+                if x is not was and _version(x):
                     raise CompileError(
-                        f"the function uses the DTensor {value._layout} ({name}), which is no input, parameter or buffer of "
-                        "the model: a package cannot hold the pieces of all ranks; pass it, or register it as a buffer"
+                        f"the function writes to a plain tensor {list(x.shape)} ({name}) that is no input, parameter or saved "
+                        "buffer of the model: in a package it is a constant; pass it, or register it as a buffer"
                     )
-            return run(*given)
+            return results
 
         return call
 
@@ -166,6 +168,16 @@ class _Tracing:
         return shapes_only
 
 
+def _unnamed(results: Any) -> Any:
+    """Results with plain tuples in place of torch's named ones (`torch.return_types.sort`), which no text can name."""
+    if isinstance(results, dict):
+        return {key: _unnamed(value) for key, value in results.items()}
+    if type(results) is list:
+        return [_unnamed(value) for value in results]
+    plain = type(results) is tuple or type(results).__module__ == "torch.return_types"
+    return tuple(_unnamed(value) for value in results) if plain else results
+
+
 def _cause(error: BaseException) -> BaseException:
     """What this library refused, with the user's line where the tracer tells it; else the error itself."""
     found: BaseException | None = error
@@ -181,6 +193,16 @@ def _cause(error: BaseException) -> BaseException:
 def local_of(x: Any) -> Any:
     """What this rank holds of a tensor; anything else itself."""
     return x._local if isinstance(x, DTensor) else x
+
+
+def _constant(name: str, x: Tensor) -> Tensor:
+    """A tensor that a function uses besides its inputs, as it will be in the package."""
+    if isinstance(x, DTensor):
+        raise CompileError(
+            f"the function uses the DTensor {x._layout} ({name}), which is no input, parameter or buffer of the model: a "
+            "package cannot hold the pieces of all ranks; pass it, or register it as a buffer"
+        )
+    return x.detach().clone()
 
 
 def _made(fake: Tensor) -> Tensor:
