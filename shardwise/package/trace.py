@@ -205,7 +205,13 @@ def _constant(name: str, x: Tensor) -> Tensor:
     return x.detach().clone()
 
 
-def _made(fake: Tensor) -> Tensor:
+def _made(fake: Any) -> Tensor:
+    """A tensor like one that only stands for it."""
+    if not isinstance(fake, Tensor) or any(isinstance(n, torch.SymInt) for n in fake.shape):
+        raise CompileError(
+            f"a result is, or has a size, that depends on data ({list(fake.shape) if isinstance(fake, Tensor) else fake}): a "
+            "package gives static shapes; keep the shape with a mask, or give the most that there can be"
+        )
     return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
 

@@ -27,6 +27,17 @@ QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}
 SIZES = {"VOCAB": 32, "WIDTH": 16, "HEADS": 4, "LAYERS": 1, "LENGTH": 8}
 
 
+@torch.library.custom_op("package_test::positive", mutates_args=())
+def positive(x: torch.Tensor) -> torch.Tensor:
+    """The rows that start with a positive number: how many depends on data."""
+    return x[x[:, 0] > 0].clone()
+
+
+@positive.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size(), x.shape[1])
+
+
 # ── a model with all that a package may hold ──────────────────────────────────────────────────────────────────────────
 
 
@@ -47,6 +58,7 @@ class Everything(nn.Module):
             "logits": self.gpt(tokens) * (2 if twice else 1),
             "pool": F.max_pool2d(image, 2, return_indices=True),
             "grouped": F.grouped_mm(rows.bfloat16(), self.experts.bfloat16(), offs=offsets),
+            "counted": image + positive(self.table.view(4, 2) - 3).sum(),
             "scan": image.cumsum(2) + self.table,
             "moved": image.redistribute(placements=[Shard(1)]).flip(1),
             "random": F.dropout(image, 0.5, training=True),
@@ -131,12 +143,12 @@ def try_bad_inputs(path: Path) -> None:
     model, (tokens, image), kwargs = everything(mesh)
     program = sw.load_package(path, mesh=mesh)
     with pytest.raises(
-        sw.OperatorError, match=r"takes 19 parameters and buffers; bind them first: load_package\(path, parameters"
+        sw.OperatorError, match=r"takes 18 parameters and buffers; bind them first: load_package\(path, parameters"
     ):
         program(tokens, image, **kwargs)
     state = model.state_dict()
     calls: list[tuple[Callable[[], Any], str]] = [
-        (lambda: program.bind({}), "the package has 19 parameters and buffers, given are 0 tensors, and 'count' is not among"),
+        (lambda: program.bind({}), "the package has 18 parameters and buffers, given are 0 tensors, and 'count' is not among"),
         (
             lambda: program.bind({**state, "experts": torch.zeros(4, 16, 9)}),
             "parameter experts is a DTensor f32[4@tp, 16, 8] in this package, given is a plain tensor torch.float32 [4, 16, 9]",
@@ -238,6 +250,19 @@ def test_the_program_is_the_same_text_for_every_rank(tmp_path: Path) -> None:
     assert b"shardwise::rank_number" in every and b"shardwise::step" in every and mesh.alias(("tp",)).encode() in every
 
 
+def test_a_job_exports_the_same(pool: Any) -> None:
+    assert len({local_text(), *pool(2).run(local_text)}) == 1
+
+
+def local_text() -> str:
+    """The local program of the example, on every rank of a job, or in no job."""
+    mesh = sw.init_mesh(tp=2)
+    model, tokens = example(mesh)
+    with pretend(mesh.ranks[0]):
+        program, manifest = exported(model, (tokens,), {}, mesh)
+    return f"{program.graph} {manifest}"
+
+
 # ── what is refused when it is exported ───────────────────────────────────────────────────────────────────────────────
 
 
@@ -269,6 +294,8 @@ def test_what_cannot_be_in_a_package_is_refused() -> None:
     )
     assert "input x is a object; a package takes tensors, numbers" in refused(lambda x: x, object(), mesh=mesh)
     assert "the function computes nothing from its inputs" in refused(lambda x: 3, x, mesh=mesh)
+    text = "a result is, or has a size, that depends on data ([u0, 3]): a package gives static shapes"
+    assert text in refused(lambda x: (x + 1, positive(torch.eye(3))), x, mesh=mesh)
     assert "writes to a plain tensor [4]" in refused(lambda x: x + stray.add_(1), x, mesh=mesh)
     assert stray.eq(0).all()
     with pretend(0):
