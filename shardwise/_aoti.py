@@ -5,8 +5,10 @@ Apart from `_torch.py`, as only packages use them. Supported: torch 2.11 to 2.13
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,9 +36,26 @@ __all__ = [
 def compile_package(program: Any, path: str, settings: dict[str, Any]) -> None:
     """Write an exported program, compiled ahead of time, to a file (a zip archive, `*.pt2`)."""
     compiler = importlib.import_module("torch._inductor").aoti_compile_and_package
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _by_name(torch.ops.aten._grouped_mm.default):
         warnings.simplefilter("ignore", FutureWarning)  # torch warns of what it does itself
         compiler(program, package_path=path, inductor_configs=dict(settings))
+
+
+@contextlib.contextmanager
+def _by_name(operator: Any) -> Iterator[None]:
+    """In the block Inductor calls an operator by its name if it has no function for it: torch 2.11 takes one for granted."""
+    importlib.import_module("torch._inductor.compile_fx")  # fills the table below
+    lowering = importlib.import_module("torch._inductor.lowering")
+    table, before = lowering.lowerings, lowering.lowerings.get(operator)
+    known = str(operator) in importlib.import_module("torchgen.aoti.fallback_ops").inductor_fallback_ops
+    if known or before is None:
+        yield
+        return
+    table[operator] = lowering.fallback_handler(operator)
+    try:
+        yield
+    finally:
+        table[operator] = before
 
 
 def leaves_with_paths(value: Any) -> tuple[list[tuple[str, Any]], Any]:

@@ -148,7 +148,10 @@ def try_bad_inputs(path: Path) -> None:
         program(tokens, image, **kwargs)
     state = model.state_dict()
     calls: list[tuple[Callable[[], Any], str]] = [
-        (lambda: program.bind({}), "the package has 18 parameters and buffers, given are 0 tensors, and 'experts' is not among"),
+        (
+            lambda: program.bind({}),
+            "the package has 18 parameters and buffers, given are 0 tensors, and 'experts' is not among",
+        ),
         (
             lambda: program.bind({**state, "experts": torch.zeros(4, 16, 9)}),
             "parameter experts is a DTensor f32[4@tp, 16, 8] in this package, given is a plain tensor torch.float32 [4, 16, 9]",
