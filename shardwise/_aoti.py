@@ -21,6 +21,8 @@ from torch.utils._pytree import (
     treespec_loads,
 )
 
+from ._torch import HAS_KEYS
+
 __all__ = [
     "compile_package",
     "is_group",
@@ -36,7 +38,7 @@ __all__ = [
 def compile_package(program: Any, path: str, settings: dict[str, Any]) -> None:
     """Write an exported program, compiled ahead of time, to a file (a zip archive, `*.pt2`)."""
     compiler = importlib.import_module("torch._inductor").aoti_compile_and_package
-    with warnings.catch_warnings(), _by_name(torch.ops.aten._grouped_mm.default):
+    with warnings.catch_warnings(), _by_name(torch.ops.aten._grouped_mm.default), _numbered_dtypes():
         warnings.simplefilter("ignore", FutureWarning)  # torch warns of what it does itself
         compiler(program, package_path=path, inductor_configs=dict(settings))
 
@@ -56,6 +58,28 @@ def _by_name(operator: Any) -> Iterator[None]:
         yield
     finally:
         table[operator] = before
+
+
+#: The dtypes by their numbers in C++.
+_NUMBERS = dict(
+    enumerate(["uint8", "int8", "int16", "int32", "int64", "half", "float", "double", "complex32", "cfloat", "cdouble", "bool"])
+) | {15: "bfloat16"}
+
+
+@contextlib.contextmanager
+def _numbered_dtypes() -> Iterator[None]:
+    """In the block an operator that is called by name is told dtypes by their numbers in C++: torch 2.11 reads them as these,
+    and writes others, which makes float64 of float32 without an error."""
+    if HAS_KEYS:
+        yield
+        return
+    table = importlib.import_module("torch._export.serde.serialize")._TORCH_TO_SERIALIZE_DTYPE
+    before = dict(table)
+    table.update({getattr(torch, name): number for number, name in _NUMBERS.items()})
+    try:
+        yield
+    finally:
+        table.update(before)
 
 
 def leaves_with_paths(value: Any) -> tuple[list[tuple[str, Any]], Any]:

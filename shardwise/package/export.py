@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import tempfile
@@ -40,6 +41,13 @@ def export(
     inputs of the shapes, dtypes and layouts of `example_inputs` and `kwargs`; their values do not matter. Numbers and texts
     among them are part of the program. Parameters and buffers are given when the package is loaded; plain tensors that the
     model uses besides are inside. The program computes results, and no gradients. `options` are settings of Inductor.
+
+    >>> import shardwise as sw
+    >>> mesh = sw.init_mesh(tp=2)
+    >>> x = sw.ones(5, mesh=mesh, placements=[sw.Shard(0)])
+    >>> export(torch.relu, (x,), mesh, "relu.pt2")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardwise.errors.CompileError: input number 0: dim 0 of f32[5@tp], of size 5, falls into unequal pieces (3, 2) over tp...
     """
     on, target = Mesh.from_torch(mesh).root, Path(path)
     with pretend(on.ranks[0]), tempfile.TemporaryDirectory(dir=target.absolute().parent) as folder:
@@ -96,16 +104,17 @@ def _ranks(mesh: Mesh) -> int:
 
 def _given(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
     """The example inputs by the names that the model gives them."""
-    signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
-    positions = [p for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    names = [p.name if p.kind is not p.VAR_POSITIONAL else "" for p in positions]
+    names = list[str]()
+    with contextlib.suppress(ValueError):  # a function of torch's own has no signature
+        told = inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters.values()
+        names = [p.name for p in told if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     found, structure = leaves_with_paths((args, dict(sorted(kwargs.items()))))
 
     def name(path: str) -> str:
         kind, at, rest = path[1], *path[4:].partition("]")[::2]
         if kind == "1":
             return at.strip("'") + rest
-        return (names[int(at)] if int(at) < len(names) else "") + rest or f"number {at}"
+        return (names[int(at)] if int(at) < len(names) else f"number {at}") + rest
 
     return _Given([name(path) for path, _ in found], [leaf for _, leaf in found], structure)
 

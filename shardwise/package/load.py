@@ -93,6 +93,10 @@ def load_package(
 
     Nothing is traced. Refused for another torch, Shardwise, rules, kind of chip, mesh or number of ranks than it was made for.
     The file holds native code: load only what you trust.
+
+    >>> load_package("nothing.pt2")
+    Traceback (most recent call last):
+    FileNotFoundError: [Errno 2] No such file or directory: 'nothing.pt2'
     """
     manifest = read(Path(path))
     on = check_world(manifest, f"package {str(path)!r}", None if mesh is None else Mesh.from_torch(mesh))

@@ -164,7 +164,7 @@ def _check_makers(facts: dict[str, Any], source: str) -> None:
         if made != here:
             raise CompileError(f"{source} is for {name} {made}, this is {name} {here}; export the model again with this one")
     if facts["library"] != library_key():
-        made, here = (key.rpartition(" ")[2] for key in (facts["library"], library_key()))
+        made, here = (key.partition(" ")[2] for key in (facts["library"], library_key()))
         raise CompileError(
             f"{source} is for a Shardwise {VERSION} with other rules or code ({made}, here {here}); export the model again here"
         )

@@ -338,7 +338,7 @@ def written(path: Path, change: dict[str, Any]) -> Path:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "torch": ({"torch": "2.9.1"}, f"is for torch 2.9.1, this is torch {torch.__version__}; export the model again"),
     "version": ({"version": "9.9"}, "is for Shardwise 9.9, this is Shardwise "),
-    "rules": ({"library": "0.1.0 code rules"}, "with other rules or code (rules, here "),
+    "rules": ({"library": "0.1.0 code rules"}, "with other rules or code (code rules, here "),
     "chip": ({"chip": "CPU of another kind"}, "has kernels for CPU of another kind, here is CPU "),
     "device": ({"mesh": "cuda;processes;tp=2;;;auto;"}, "is for the device 'cuda', and there is none here"),
     "job": ({}, "is for a job of 4 ranks with the mesh (dp=2, tp=2) on cpu, and no job is running; start it by torchrun"),
