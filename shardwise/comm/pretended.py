@@ -6,6 +6,7 @@ from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defin
 
 from .._aoti import is_group
 from .._torch import register_group, unregister_group
+from ..errors import CompileError
 from ..mesh import Mesh
 from .groups import Group, Processes
 
@@ -13,9 +14,9 @@ from .groups import Group, Processes
 class Pretended(Processes):
     """A job as one of its ranks would see it, for tracing: the compiler asks groups for their size, and no one for data."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, mesh: Mesh, rank: int) -> None:
         super().__init__()
-        self._rank = rank
+        self._mesh, self._rank = mesh, rank
         self._stand_ins: dict[str, ProcessGroup] = {}
 
     def prepare(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
@@ -32,9 +33,14 @@ class Pretended(Processes):
         """Nothing: groups stand in when they are needed."""
 
     def place(self, mesh: Mesh) -> int:
-        """Where the pretended rank stands in the mesh."""
+        """Where the pretended rank stands in the mesh, which all ranks are in: to others the program would be another."""
         place = mesh.root.place(self._rank)
-        return -1 if place is None else place
+        if place is None or set(mesh.ranks) != set(self._mesh.ranks):
+            raise CompileError(
+                f"a program for the {len(self._mesh.ranks)} ranks of mesh {self._mesh} uses the mesh {mesh} of ranks "
+                f"{sorted(mesh.ranks)}: it would not be the same on every rank; use meshes of all ranks"
+            )
+        return place
 
     def leave(self) -> None:
         """Forget the stand-ins."""

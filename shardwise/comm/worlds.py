@@ -51,10 +51,11 @@ def simulate(ranks: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def pretend(rank: int) -> Iterator[None]:
-    """In the block programs are traced for a job, which need not be there, as one of its ranks sees it; nothing communicates.
-    Meshes of a simulated world that a program names are those of the job."""
-    real, _doors["processes"] = _doors["processes"], (pretended := Pretended(rank))
+def pretend(mesh: Mesh, rank: int | None = None) -> Iterator[None]:
+    """In the block programs are traced for a job with this mesh, which need not be there, as one of its ranks (the first) sees
+    it; nothing communicates. Meshes of a simulated world that a program names are those of the job."""
+    pretended = Pretended(mesh, mesh.ranks[0] if rank is None else rank)
+    real, _doors["processes"] = _doors["processes"], pretended
     try:
         yield
     finally:

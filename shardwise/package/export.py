@@ -50,7 +50,7 @@ def export(
     shardwise.errors.CompileError: input number 0: dim 0 of f32[5@tp], of size 5, falls into unequal pieces (3, 2) over tp...
     """
     on, target = Mesh.from_torch(mesh).root, Path(path)
-    with pretend(on.ranks[0]), tempfile.TemporaryDirectory(dir=target.absolute().parent) as folder:
+    with pretend(on), tempfile.TemporaryDirectory(dir=target.absolute().parent) as folder:
         program, manifest = exported(model, tuple(example_inputs), kwargs or {}, on)
         file = Path(folder) / "package.pt2"
         compile_package(program, str(file), options or {})

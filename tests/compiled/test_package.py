@@ -239,7 +239,7 @@ def test_the_program_is_the_same_text_for_every_rank(tmp_path: Path) -> None:
     texts = []
     for rank in (0, 3):
         path = tmp_path / f"{rank}.pt2"
-        with pretend(rank):
+        with pretend(mesh, rank):
             program, manifest = exported(model, (tokens,), {}, mesh)
             compile_package(program, str(path), {"aot_inductor.package_cpp_only": True})
         with zipfile.ZipFile(path) as archive:
@@ -261,7 +261,7 @@ def local_text() -> str:
     """The local program of the example, on every rank of a job, or in no job."""
     mesh = sw.init_mesh(tp=2)
     model, tokens = example(mesh)
-    with pretend(mesh.ranks[0]):
+    with pretend(mesh):
         program, manifest = exported(model, (tokens,), {}, mesh)
     return f"{program.graph} {manifest}"
 
@@ -270,7 +270,7 @@ def local_text() -> str:
 
 
 def refused(function: Callable[..., Any], *args: Any, mesh: sw.Mesh) -> str:
-    with pretend(0), pytest.raises(sw.CompileError) as caught:
+    with pretend(mesh), pytest.raises(sw.CompileError) as caught:
         exported(function, args, {}, mesh)
     return str(caught.value)
 
@@ -295,13 +295,16 @@ def test_what_cannot_be_in_a_package_is_refused() -> None:
     assert "input x lives on the mesh (tp=4), the package is for (tp=2)" in refused(
         lambda x: x, sw.ones(4, mesh=other), mesh=mesh
     )
+    few = sw.init_mesh(tp=1, ranks=[1])
+    text = "a program for the 2 ranks of mesh (tp=2) uses the mesh (tp=1) of ranks [1]"
+    assert text in refused(lambda x: x.redistribute(few, [Replicate()]) + 1, x, mesh=mesh)
     assert "input x is a object; a package takes tensors, numbers" in refused(lambda x: x, object(), mesh=mesh)
     assert "the function computes nothing from its inputs" in refused(lambda x: 3, x, mesh=mesh)
     text = "a result is, or has a size, that depends on data ([u0, 3]): a package gives static shapes"
     assert text in refused(lambda x: (x + 1, positive(torch.eye(3))), x, mesh=mesh)
     assert "writes to a plain tensor [4]" in refused(lambda x: x + stray.add_(1), x, mesh=mesh)
     assert stray.eq(0).all()
-    with pretend(0):
+    with pretend(mesh):
         held = sw.DTensor.from_local(torch.ones(2), sw.Mesh.read("cpu;processes;tp=2;;;auto;"), [Shard(0)], run_check=False)
     assert "the function uses the DTensor f32[4@tp]" in refused(lambda x: x + held, x, mesh=mesh)
 
@@ -309,7 +312,7 @@ def test_what_cannot_be_in_a_package_is_refused() -> None:
 def test_meshes_that_a_function_names_are_those_of_the_job() -> None:
     mesh = sw.init_mesh(tp=2)
     x = sw.ones(4, 6, mesh=mesh, placements=[Shard(0)])
-    with pretend(1):
+    with pretend(mesh, 1):
         named = exported(lambda x: x.redistribute(mesh, [Shard(1)]) + sw.ones(4, 6, mesh=mesh), (x,), {}, mesh)[1]
     ((_, slot),) = named.results
     assert str(slot) == "DTensor f32[4, 6@tp]" and slot.layout.mesh.world == "processes"
@@ -318,7 +321,7 @@ def test_meshes_that_a_function_names_are_those_of_the_job() -> None:
 def test_equal_inputs_are_different_inputs() -> None:
     mesh = sw.init_mesh(tp=2)
     x = sw.ones(4, mesh=mesh, placements=[Shard(0)])
-    with pretend(0):
+    with pretend(mesh):
         manifest = exported(lambda x, y: (x.add_(1), y), ((x, x), {"n": 2})[0], {}, mesh)[1]
     assert manifest.order == (0, 1) and [place for place, _ in manifest.writes] == [0]
 
