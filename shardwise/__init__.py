@@ -25,6 +25,7 @@ from .layout import Layout
 from .layout import make_layout as layout
 from .memo import cache_clear, cache_info
 from .mesh import Mesh
+from .package import Package, export, load_package
 from .pipeline import Pipeline, Schedule, pipeline
 from .placement import Partial, Placement, Replicate, Shard
 from .plan import plan
@@ -45,6 +46,7 @@ __all__ = [
     "MeshError",
     "MismatchError",
     "OperatorError",
+    "Package",
     "Partial",
     "Pipeline",
     "PipelineError",
@@ -68,11 +70,13 @@ __all__ = [
     "distribute_tensor",
     "each_rank",
     "empty",
+    "export",
     "full",
     "init_mesh",
     "int_pow",
     "layout",
     "load_artifacts",
+    "load_package",
     "ones",
     "p2p",
     "pipeline",

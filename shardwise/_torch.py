@@ -1,6 +1,6 @@
 """Every private torch name used in Shardwise, each with the reason it is needed.
 
-Supported: torch 2.11 to 2.13. Nothing else in the package touches `torch._*`, but for `_tracer.py`.
+Supported: torch 2.11 to 2.13. Nothing else in the package touches `torch._*`, but for `_tracer.py` and `_aoti.py`.
 """
 
 from __future__ import annotations

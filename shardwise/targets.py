@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .comm import door
+from .comm import door, seen
 from .errors import LayoutError
 from .keep import watched
 from .layout import Factor, Layout, Placements, make_layout
@@ -25,7 +25,7 @@ def target(have: Layout, mesh: Mesh | Any, placements: Placements | Layout | Non
                 f"redistribute to mesh {Mesh.from_torch(mesh)}: the layout {placements} is on mesh {placements.mesh}"
             )
         return placements if placements.stride == have.stride else placements.replace(stride=have.stride)
-    on = have.mesh if mesh is None else Mesh.from_torch(mesh)
+    on = have.mesh if mesh is None else seen(Mesh.from_torch(mesh))
     if isinstance(placements, dict):
         return make_layout(have.shape, on, placements, have.dtype, have.stride)
     return _placed(have, on, None if placements is None else tuple(cast(Sequence[Placement], placements)))

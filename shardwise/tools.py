@@ -30,7 +30,7 @@ def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:
     self = make_wrapper(cls, layout.shape, layout.stride, None, None, layout.dtype, torch.strided, layout.device)
     self._local, self._layout = local, layout
     if not layout.even and layout.mesh.world != "simulated":
-        mark_specific()
+        mark_specific(layout)
     return self
 
 

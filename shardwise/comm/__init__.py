@@ -7,7 +7,7 @@ from .groups import Processes
 from .policy import check, communication
 from .record import Log, Record, note_decomposed, note_fallback, trace_comm
 from .simulated import Bundle, Simulated
-from .worlds import door, init_mesh, simulate
+from .worlds import door, init_mesh, pretend, seen, simulate
 
 __all__ = [
     "Bundle",
@@ -24,6 +24,8 @@ __all__ = [
     "init_mesh",
     "note_decomposed",
     "note_fallback",
+    "pretend",
+    "seen",
     "simulate",
     "trace_comm",
 ]

@@ -205,7 +205,7 @@ class Processes:
             return x.clone(memory_format=torch.contiguous_format)
         place = self.place(mesh)
         if current() is not None and varies((receive, send), len(mesh.ranks)):
-            mark_specific()
+            mark_specific((receive, send))
         coming, going = list(_here(receive, place)), list(_here(send, place))
         return unpacked(_wait(_all_to_all(packed(x), coming, going, alias)), x.dtype)
 
@@ -265,7 +265,7 @@ class Processes:
         if place < 0:
             return self._on_shapes(function, mesh, args)
         if current() is not None and varies(args, len(mesh.ranks)):
-            mark_specific()
+            mark_specific(args)
         return function(*_here(args, place))
 
     def _on_shapes(self, function: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...]) -> Any:

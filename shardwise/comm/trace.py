@@ -6,7 +6,15 @@ keep it only under a key that names the rank's coordinate; found out too late fo
 
 from __future__ import annotations
 
-from .._torch import tracing_context, veto_cache
+from typing import Any
+
+from .._torch import tracing_context, tree_leaves, veto_cache
+from ..errors import CompileError
+from ..layout import Layout, PerRank
+from .context import Setting
+
+#: Whether only programs that are the same on every rank may be traced.
+only_alike: Setting[bool] = Setting("only alike", False)
 
 
 class Trace:
@@ -36,12 +44,31 @@ def is_of_one_rank() -> bool:
     return trace is not None and trace.specific
 
 
-def mark_specific() -> None:
-    """Say that what is traced now, if anything, holds something of this rank."""
+def mark_specific(because: Any) -> None:
+    """Say that what is traced now, if anything, holds something of this rank: because of a layout, or of values among which
+    some differ from rank to rank."""
     trace = current()
+    if trace is not None and only_alike.get():
+        refuse_unequal(because)
     if trace is not None and not trace.specific:
         trace.specific = True
         veto_cache(_is_misleading)
+
+
+def refuse_unequal(because: Any) -> None:
+    """Say why a program would be of one rank only."""
+    if isinstance(because, Layout):
+        unequal = [(dim, f) for dim, factors in enumerate(because.dims) for f in factors if min(f.sizes) != max(f.sizes)]
+        dim, factor = unequal[0]
+        sizes, axes = ", ".join(map(str, factor.sizes)), ", ".join(factor.axes)
+        why = f"dim {dim} of {because}, of size {because.shape[dim]}, falls into unequal pieces ({sizes}) over {axes}"
+    else:
+        pairs = [(x.at(0), x.at(1)) for x in tree_leaves(because) if isinstance(x, PerRank)]
+        first, second = next((pair for pair in pairs if pair[0] != pair[1]), ("one thing", "another"))
+        why = f"ranks differ in what they do with their pieces ({first} on the first, {second} on the second)"
+    raise CompileError(
+        f"{why}: the program would be of one rank only; choose sizes that the axes divide, or pad or redistribute the tensor"
+    )
 
 
 def _is_misleading() -> bool:

@@ -18,6 +18,7 @@ from .context import Setting
 from .debug import watched_door
 from .door import Door
 from .groups import Processes
+from .pretended import Pretended
 from .record import watching
 from .simulated import Simulated
 
@@ -50,6 +51,26 @@ def simulate(ranks: int) -> Iterator[None]:
         raise MeshError(f"a simulated world has at least one rank, got simulate({ranks})")
     with _simulated_ranks.set(ranks):
         yield
+
+
+@contextlib.contextmanager
+def pretend(mesh: Mesh, rank: int | None = None) -> Iterator[None]:
+    """In the block programs are traced for a job with this mesh, which need not be there, as one of its ranks (the first) sees
+    it; nothing communicates. Meshes of a simulated world that a program names are those of the job."""
+    pretended = Pretended(mesh, mesh.ranks[0] if rank is None else rank)
+    real, _doors["processes"] = _doors["processes"], pretended
+    try:
+        yield
+    finally:
+        _doors["processes"] = real
+        pretended.leave()
+
+
+def seen(mesh: Mesh) -> Mesh:
+    """A mesh that a program names, in the job for which it is traced, if it is traced for one that is pretended."""
+    if mesh.world != "simulated" or not isinstance(_doors["processes"], Pretended):
+        return mesh
+    return Mesh.read(mesh.text.replace(";simulated;", ";processes;", 1))
 
 
 def init_mesh(
@@ -88,11 +109,8 @@ def _find_world(device: str | None, needed: int) -> tuple[str, int]:
     """The name of the world that a new mesh lives in, and its number of ranks."""
     if _simulated_ranks.get():
         return "simulated", _simulated_ranks.get()
-    if not dist.is_initialized():
-        if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-            return "simulated", needed
-        _join_job(device or "cpu")
-    return "processes", dist.get_world_size()
+    there = join(device or "cpu")
+    return ("processes", there) if there else ("simulated", needed)
 
 
 def _check_fits(axes: dict[str, int], ranks: tuple[int, ...], there: int, world: str) -> None:
@@ -106,6 +124,16 @@ def _check_fits(axes: dict[str, int], ranks: tuple[int, ...], there: int, world:
             f"mesh ({text}) has {len(ranks)} ranks, the world has {there}; use smaller axes or start more ranks ({more})"
         )
     raise MeshError(f"mesh ({text}) asks for ranks {outside}, the world has ranks 0 to {there - 1}; choose from those")
+
+
+def join(device: str) -> int:
+    """The number of ranks of the job, which is joined if this process was started by torchrun and has not done so; 0 where
+    there is none."""
+    if not dist.is_initialized():
+        if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+            return 0
+        _join_job(device)
+    return dist.get_world_size()
 
 
 def _join_job(device: str) -> None:

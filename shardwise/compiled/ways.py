@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import door
+from ..comm import door, seen
 from ..errors import LayoutError
 from ..factories import Want, made_tensor
 from ..layout import Layout, as_read
@@ -26,7 +26,7 @@ WAYS = ("from_local", "distribute", "new")
 
 def _mesh(text: str) -> Mesh:
     """The mesh of a traced program, with what a program on it needs, which may come from a cache."""
-    mesh = Mesh.read(text)
+    mesh = seen(Mesh.read(text))
     door(mesh).ready(mesh)
     return mesh
 

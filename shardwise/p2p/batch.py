@@ -15,11 +15,11 @@ from torch import Tensor
 
 from .._torch import AsyncTensor, collectives, keep_alive
 from .._tracer import keep_in_their_part
-from ..comm import Bundle, PerRank, door
+from ..comm import Bundle, PerRank, door, seen
 from ..comm.groups import varies
 from ..comm.messages import Batch, Shape, check_matched, check_shapes
 from ..comm.post import finish
-from ..comm.trace import is_of_one_rank, mark_specific
+from ..comm.trace import is_of_one_rank, mark_specific, only_alike, refuse_unequal
 from ..errors import MeshError, OperatorError
 from ..identity import LIBRARY
 from ..keep import is_watched, watched
@@ -215,7 +215,7 @@ def _sizes(shapes: Sequence[Any]) -> tuple[list[int], list[int]]:
 def _read(  # noqa: PLR0913  as the operator
     sent: Sequence[Tensor], mesh: str, goals: Any, sources: Any, dtypes: Any, dims: Sequence[int], sizes: Sequence[int]
 ) -> Batch:
-    on = Mesh.read(mesh) if mesh else _whole_job(sent)
+    on = seen(Mesh.read(mesh)) if mesh else _whole_job(sent)
     shapes: list[Shape] = []
     rest = list(sizes)
     for count in dims:
@@ -350,7 +350,9 @@ def _leave(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
     keep_in_their_part(is_of_one_rank)
     place = max(door(told.mesh).place(told.mesh), 0)
     if varies(told.shapes, len(told.mesh.ranks)):
-        mark_specific()
+        mark_specific(told.shapes)
+    if told.alone and only_alike.get():
+        refuse_unequal(told.shapes)
     dims, sizes = _sizes([told.shape(index, place) for index in range(len(told.shapes))])
     words = (told.mesh.text, list(told.goals), list(told.sources), list(told.dtypes), dims, sizes)
     found: list[Tensor] = torch.ops.shardwise.messages(list(sent), *words)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import door
+from ..comm import door, seen
 from ..comm.messages import Batch
 from ..errors import OperatorError
 from ..identity import LIBRARY
@@ -126,9 +126,9 @@ torch.library.define(
 
 def _halo_traced(x: Tensor, *told: Any) -> Tensor:
     how = _Halo(*told[:-1])
-    mesh = Mesh.read(how.mesh)
+    mesh = seen(Mesh.read(how.mesh))
     door(mesh).ready(mesh)
-    return _halo(x, how)
+    return _halo(x, how._replace(mesh=mesh.text))
 
 
 torch.library.impl("shardwise::halo", "CompositeImplicitAutograd", _halo_traced)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._torch import collectives, keep_alive
 from .._tracer import keep_in_their_part
-from ..comm import Bundle, PerRank, door
+from ..comm import Bundle, PerRank, door, seen
 from ..comm.door import Counts
 from ..comm.trace import is_of_one_rank
 from ..errors import OperatorError
@@ -190,7 +190,7 @@ torch.library.define("shardwise::rows", "(Tensor x, Tensor going, Tensor coming,
 
 
 def _of(text: str) -> Mesh:
-    mesh = Mesh.read(text)
+    mesh = seen(Mesh.read(text))
     door(mesh).ready(mesh)
     return mesh
 

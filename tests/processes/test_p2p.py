@@ -134,7 +134,8 @@ def run_alone_at_random(count: int, spoil: bool) -> list[str]:
     rank, errors = dist.get_rank(), []
     for seed in range(count):
         chance = random.Random(seed)
-        messages = [(*chance.sample(range(4), 2), chance.randint(1, 5)) for _ in range(chance.randint(1, 5))]
+        pair = chance.sample(range(4), 2)  # where spoilt, nothing else is under way that nobody would receive any more
+        messages = [(*chance.sample(pair if spoil else range(4), 2), chance.randint(1, 5)) for _ in range(chance.randint(1, 5))]
         wrong, kind = chance.randrange(len(messages)), chance.choice(["send", "receive", "shape"])
         ops: list[Any] = []
         for number, (sender, receiver, size) in enumerate(messages):

@@ -1,0 +1,49 @@
+"""`Pretended`: the door to a job that is not there. Programs are traced for its ranks; nothing communicates."""
+
+from __future__ import annotations
+
+from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
+
+from .._aoti import is_group
+from .._torch import register_group, unregister_group
+from ..errors import CompileError
+from ..mesh import Mesh
+from .groups import Group, Processes
+
+
+class Pretended(Processes):
+    """A job as one of its ranks would see it, for tracing: the compiler asks groups for their size, and no one for data."""
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        super().__init__()
+        self._mesh, self._rank = mesh, rank
+        self._stand_ins: dict[str, ProcessGroup] = {}
+
+    def prepare(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
+        """The group over `axes` by its name and size; one that does nothing stands in for it where there is none."""
+        places = mesh.root.peers(self.place(mesh), axes)
+        group = Group(mesh.root.alias(axes), len(places))
+        if group.size > 1 and not is_group(group.alias):
+            made = ProcessGroup(HashStore(), places.index(self.place(mesh)), group.size)
+            self._stand_ins[group.alias] = made  # torch's own table does not keep it
+            register_group(group.alias, made)
+        return group
+
+    def ready(self, mesh: Mesh) -> None:
+        """Nothing: groups stand in when they are needed."""
+
+    def place(self, mesh: Mesh) -> int:
+        """Where the pretended rank stands in the mesh, which all ranks are in: to others the program would be another."""
+        place = mesh.root.place(self._rank)
+        if place is None or set(mesh.ranks) != set(self._mesh.ranks):
+            raise CompileError(
+                f"a program for the {len(self._mesh.ranks)} ranks of mesh {self._mesh} uses the mesh {mesh} of ranks "
+                f"{sorted(mesh.ranks)}: it would not be the same on every rank; use meshes of all ranks"
+            )
+        return place
+
+    def leave(self) -> None:
+        """Forget the stand-ins."""
+        for alias in self._stand_ins:
+            unregister_group(alias)
+        self._stand_ins.clear()

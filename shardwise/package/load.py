@@ -1,0 +1,188 @@
+"""`load_package`: what `export` wrote, ready to be called. Nothing is traced or decided, and the compiler is not imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._aoti import open_package, tree_flatten, tree_unflatten, treespec_loads
+from ..comm import door
+from ..errors import OperatorError
+from ..layout import Layout
+from ..mesh import Mesh
+from ..tensor import DTensor, distribute_tensor
+from ..tools import wrap
+from .manifest import Fixed, Manifest, Slot, check_world, read
+
+#: Kernels read vectors of so many bytes at a time.
+_ALIGNMENT = 16
+
+
+class Package:
+    """A compiled program of a model; call it like the model, once its parameters are bound."""
+
+    def __init__(self, manifest: Manifest, loader: Any, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._manifest, self._loader = manifest, loader
+        self._takes, self._gives = treespec_loads(manifest.takes), treespec_loads(manifest.gives)
+        self._parameters: list[Tensor] | None = None if manifest.parameters else []
+
+    @property
+    def parameters(self) -> dict[str, Layout | None]:
+        """The layouts in which parameters and buffers are bound, by name; None for plain tensors."""
+        return {slot.name: slot.layout for slot in self._manifest.parameters}
+
+    def bind(self, parameters: nn.Module | Mapping[str, Any]) -> Package:
+        """Take the parameters and buffers of a model, or of a state dict; writes to them are seen by later calls.
+
+        DTensors are taken as they are, and must have the layouts of the model that was exported. A plain tensor in place of a
+        DTensor is the whole of it, and is distributed (a collective: the first rank's values count).
+        """
+        slots = self._manifest.parameters
+        state = dict(_named(parameters))
+        missing = [slot.name for slot in slots if slot.name not in state]
+        if missing:
+            more = f" (nor are {len(missing) - 1} others)" if missing[1:] else ""
+            raise OperatorError(
+                f"the package has {len(slots)} parameters and buffers, given are {len(state)} tensors, and {missing[0]!r} is "
+                f"not among them{more}; bind the model that was exported"
+            )
+        for slot in slots:
+            _check(slot, f"parameter {slot.name}", state[slot.name], whole_will_do=True)
+        self._parameters = [_distributed(slot, state[slot.name]) for slot in slots]
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._parameters is None:
+            raise OperatorError(
+                f"the package takes {len(self._manifest.parameters)} parameters and buffers; bind them first: "
+                "load_package(path, parameters=model), or package.bind(model)"
+            )
+        values, told = self._flat(args, kwargs), self._manifest
+        for slot, value in zip(told.arguments, values, strict=True):
+            _check(slot, f"input {slot.name}", value)
+        for slot, parameter in zip(told.parameters, self._parameters, strict=True):
+            _check(slot, f"parameter {slot.name}", parameter)
+        slots, given = (*told.parameters, *told.arguments), (*self._parameters, *values)
+        outputs = self._loader.boxed_run([_local(slots[place], given[place]) for place in told.order])
+        for place, at in told.writes:
+            _held(slots[place], given[place]).copy_(outputs[at])
+        results = [value.value if at is None else _wrapped(value, outputs[at]) for at, value in self._manifest.results]
+        return tree_unflatten(results, self._gives)
+
+    def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        values, structure = tree_flatten((args, dict(sorted(kwargs.items()))))
+        if structure != self._takes:
+            names = ", ".join(value.name for value in self._manifest.arguments)
+            raise OperatorError(
+                f"the package takes {len(self._manifest.arguments)} inputs ({names}), given are {len(values)}"
+                f"{'' if len(values) != len(self._manifest.arguments) else ' in another structure'}; call it as the example was"
+            )
+        return values
+
+
+def load_package(
+    path: str | os.PathLike[str], parameters: nn.Module | Mapping[str, Any] | None = None, mesh: Mesh | Any = None
+) -> Package:
+    """The program that `export` wrote, for this rank; collective: the groups that it communicates in are made here.
+
+    Nothing is traced. Refused for another torch, Shardwise, rules, kind of chip, mesh or number of ranks than it was made for.
+    The file holds native code: load only what you trust.
+
+    >>> load_package("nothing.pt2")
+    Traceback (most recent call last):
+    FileNotFoundError: [Errno 2] No such file or directory: 'nothing.pt2'
+    """
+    manifest = read(Path(path))
+    on = check_world(manifest, f"package {str(path)!r}", None if mesh is None else Mesh.from_torch(mesh))
+    door(on).ready(on)
+    package = Package(manifest, open_package(os.fspath(path)), on)
+    return package if parameters is None else package.bind(parameters)
+
+
+# ── what goes in and out ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _named(parameters: nn.Module | Mapping[str, Any]) -> Any:
+    if not isinstance(parameters, nn.Module):
+        return parameters
+    every = parameters.named_parameters(remove_duplicate=False), parameters.named_buffers(remove_duplicate=False)
+    return {name: x for found in every for name, x in found}
+
+
+def _check(slot: Slot | Fixed, what: str, value: Any, whole_will_do: bool = False) -> None:
+    """Refuse what the program was not made for: from facts that every rank knows, before any of them communicates."""
+    if isinstance(slot, Fixed):
+        if type(value) is not type(slot.value) or value != slot.value:
+            raise OperatorError(f"{what} is {slot.value!r} in this package, given is {value!r}; export it with that value")
+        return
+    if isinstance(value, DTensor):
+        fits = slot.layout is not None and _is_reordered(value._layout, slot.layout)
+    elif slot.layout is None:
+        fits = isinstance(value, Tensor) and _facts(value) == (slot.shape, slot.dtype, slot.device)
+    else:
+        fits = whole_will_do and isinstance(value, Tensor) and _facts(value)[:2] == (tuple(slot.layout.shape), slot.dtype)
+    if not fits:
+        raise OperatorError(f"{what} is a {slot} in this package, given is {_told(value, slot)}")
+
+
+def _facts(value: Tensor) -> tuple[tuple[int, ...], torch.dtype, str]:
+    return tuple(value.shape), value.dtype, value.device.type
+
+
+def _told(value: Any, slot: Slot) -> str:
+    """What was given, with what is wrong about it."""
+    if isinstance(value, DTensor):
+        have, want = value._layout, slot.layout
+        if want is None:
+            return f"a DTensor {have}; give value.full_tensor()"
+        if have.mesh is not want.mesh:
+            return f"a DTensor {have} on the {have.mesh.world} mesh {have.mesh}; it belongs on the mesh {want.mesh}"
+        wrong = "dtype" if have.dtype != want.dtype else "shape" if have.shape != want.shape else "layout"
+        remedy = "redistribute it" if wrong == "layout" else "export the model for it"
+        return f"a DTensor {have}, of another {wrong}; {remedy}"
+    if isinstance(value, Tensor):
+        remedy = f"; distribute it on the mesh {slot.layout.mesh}" if slot.layout is not None else ""
+        return f"a plain tensor {value.dtype} {list(value.shape)} on {value.device.type}{remedy}"
+    return f"a {type(value).__name__}"
+
+
+def _is_reordered(have: Layout, want: Layout) -> bool:
+    """Whether layouts differ in the order of elements in memory at most."""
+    if have is want:
+        return True
+    return have.mesh is want.mesh and have.shape == want.shape and have.replace(stride=want.stride) is want
+
+
+def _distributed(slot: Slot, value: Any) -> Tensor:
+    if slot.layout is None or isinstance(value, DTensor):
+        found: Tensor = value
+        return found
+    return distribute_tensor(value.detach(), slot.layout.mesh, slot.layout)
+
+
+def _local(slot: Any, value: Any) -> Tensor:
+    """What this rank holds, as it lay in memory where the program was compiled."""
+    local = _held(slot, value)
+    if local.shape != slot.shape or local.device.type != slot.device:
+        raise OperatorError(
+            f"{slot.name}: this rank holds {list(local.shape)} on {local.device.type}, the program takes {list(slot.shape)} on "
+            f"{slot.device}; a promise that was made by run_check=False does not hold"
+        )
+    if local.stride() == slot.stride and local.data_ptr() % _ALIGNMENT == 0:
+        return local
+    return torch.empty_strided(slot.shape, slot.stride, dtype=local.dtype, device=local.device).copy_(local)
+
+
+def _held(slot: Any, value: Any) -> Tensor:
+    local: Tensor = value.detach() if slot.layout is None else value._local
+    return local
+
+
+def _wrapped(slot: Any, output: Tensor) -> Tensor:
+    return output if slot.layout is None else wrap(DTensor, output, slot.layout)
