@@ -157,7 +157,7 @@ def batch(ops: Iterable[Send | Receive]) -> tuple[Tensor, ...]:
         _mesh_of([op.to for op in sends] + [op.source for op in receives]),
         [op.to.route for op in sends],
         [op.source.route for op in receives],
-        [op.dtype for op in receives],
+        [str(op.dtype) for op in receives],
         dims,
         sizes,
     )
@@ -225,7 +225,9 @@ def _read(  # noqa: PLR0913  as the operator
         ]
         rest = rest[sum(map(len, each)) :]
         shapes.append(each[0] if count >= 0 else PerRank(each.__getitem__))
-    return Batch(on, tuple(goals), tuple(sources), tuple(shapes), tuple(dtypes))
+    # As text, since torch 2.11 turns a list of dtypes into numbers.
+    kinds = (getattr(torch, kind.removeprefix("torch.")) for kind in dtypes)
+    return Batch(on, tuple(goals), tuple(sources), tuple(shapes), tuple(kinds))
 
 
 def _whole_job(sent: Sequence[Tensor]) -> Mesh:
@@ -333,7 +335,7 @@ class _Settled(torch.autograd.Function):
 
 # ── a batch as operators of a traced program ──────────────────────────────────────────────────────────────────────────
 
-_ARGUMENTS = "Tensor[] sent, str mesh, str[] goals, str[] sources, ScalarType[] dtypes, int[] dims, SymInt[] sizes"
+_ARGUMENTS = "Tensor[] sent, str mesh, str[] goals, str[] sources, str[] dtypes, int[] dims, SymInt[] sizes"
 torch.library.define("shardwise::p2p", f"({_ARGUMENTS}, str library) -> Tensor[]")
 torch.library.define("shardwise::messages", f"({_ARGUMENTS}) -> Tensor[]")
 
@@ -354,7 +356,7 @@ def _leave(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
     if told.alone and only_alike.get():
         refuse_unequal(told.shapes)
     dims, sizes = _sizes([told.shape(index, place) for index in range(len(told.shapes))])
-    words = (told.mesh.text, list(told.goals), list(told.sources), list(told.dtypes), dims, sizes)
+    words = (told.mesh.text, list(told.goals), list(told.sources), [str(kind) for kind in told.dtypes], dims, sizes)
     found: list[Tensor] = torch.ops.shardwise.messages(list(sent), *words)
     return found
 
