@@ -16,7 +16,7 @@ from .batch import batch, recv, send
 def shift(x: Tensor, by: int = 1, *, mesh: Mesh | None = None, axis: str | None = None, wrap: bool = True) -> Tensor:
     """What the rank `by` places before this one along an axis holds; zeros where there is none (`wrap=False`).
 
-    >>> import shardwise as sw
+    >>> import torch, shardwise as sw
     >>> x = sw.Bundle([torch.tensor([1.0]), torch.tensor([2.0])])
     >>> shift(x, mesh=sw.init_mesh(pp=2), wrap=False).pieces
     (tensor([0.]), tensor([1.]))
@@ -29,7 +29,7 @@ def shift(x: Tensor, by: int = 1, *, mesh: Mesh | None = None, axis: str | None 
 def permute(x: Tensor, permutation: Sequence[int], *, mesh: Mesh | None = None, axis: str | None = None) -> Tensor:
     """What the rank holds that sends to this one: coordinate i of the axis sends to `permutation[i]` (-1: to none).
 
-    >>> import shardwise as sw
+    >>> import torch, shardwise as sw
     >>> x = sw.Bundle([torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])])
     >>> permute(x, [2, 0, 1], mesh=sw.init_mesh(tp=3)).pieces
     (tensor([2.]), tensor([3.]), tensor([1.]))
