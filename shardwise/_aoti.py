@@ -38,7 +38,9 @@ __all__ = [
 def compile_package(program: Any, path: str, settings: dict[str, Any]) -> None:
     """Write an exported program, compiled ahead of time, to a file (a zip archive, `*.pt2`)."""
     compiler = importlib.import_module("torch._inductor").aoti_compile_and_package
-    with warnings.catch_warnings(), _by_name(torch.ops.aten._grouped_mm.default), _numbered_dtypes():
+    # The compiler writes what it finds out of this machine into its settings, which are part of the keys of all caches.
+    written = importlib.import_module("torch._inductor.config").patch({"aot_inductor.metadata": {}})
+    with warnings.catch_warnings(), written, _by_name(torch.ops.aten._grouped_mm.default), _numbered_dtypes():
         warnings.simplefilter("ignore", FutureWarning)  # torch warns of what it does itself
         compiler(program, package_path=path, inductor_configs=dict(settings))
 
