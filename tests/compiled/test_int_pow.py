@@ -96,7 +96,7 @@ def everything(several: list[Any], n: int, y: Tensor) -> list[Any]:
 
 
 @pytest.mark.parametrize("sizes", [{"a": 2}, {"a": 2, "b": 2}], ids=str)
-@pytest.mark.parametrize("how", ["captured", "aot_eager", "inductor"])
+@pytest.mark.parametrize("how", ["captured", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_powers_of_dtensors(how: str, sizes: dict[str, int]) -> None:
     plain = [torch.arange(-7, 8).view(5, 3).to(dtype) for dtype in (torch.bool, *WHOLE)]
     several = [spread(x, sizes) for x in plain]

@@ -33,7 +33,7 @@ def run_all(size: int, backend: str) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_compiled_whole(pool: Pools, size: int, backend: str) -> None:
     assert pool(size).run(run_all, size, backend) == [[]] * size
 
