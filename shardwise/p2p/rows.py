@@ -55,7 +55,7 @@ def all_to_all_v(
     if torch.compiler.is_compiling():
         found: Tensor = torch.ops.shardwise.rows_counted(x, going, coming, on, axis, LIBRARY.key())
         return found
-    return _swap(x, _Counted(mesh.root, axis, going, _told(going, mesh.root, axis) if coming is None else coming))
+    return _swap(x, _Counts(mesh.root, axis, going, _told(going, mesh.root, axis) if coming is None else coming))
 
 
 def _table(going: Any, size: int) -> list[list[int]]:
@@ -71,37 +71,24 @@ def _table(going: Any, size: int) -> list[list[int]]:
 # ── how many rows ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Known(NamedTuple):
-    """Counts that every rank knows of all."""
+class _Counts(NamedTuple):
+    """How many rows go to, and come from, each of an axis: known of all ranks, or data."""
 
     mesh: Mesh
     axis: str
-    going: PerRank
-    coming: PerRank
+    going: Tensor | PerRank
+    coming: Tensor | PerRank
 
-    def back(self) -> _Known:
+    def back(self) -> _Counts:
         """The way back."""
         return self._replace(going=self.coming, coming=self.going)
 
 
-class _Counted(NamedTuple):
-    """Counts that are data."""
-
-    mesh: Mesh
-    axis: str
-    going: Tensor
-    coming: Tensor
-
-    def back(self) -> _Counted:
-        """The way back."""
-        return self._replace(going=self.coming, coming=self.going)
-
-
-def _known(table: Sequence[Sequence[int]], mesh: Mesh, axis: str) -> _Known:
+def _known(table: Sequence[Sequence[int]], mesh: Mesh, axis: str) -> _Counts:
     at = [point[mesh.root.axes.index(axis)] for point in mesh.root.coordinates]
     going = PerRank(lambda place: tuple(table[at[place]]))
     coming = PerRank(lambda place: tuple(row[at[place]] for row in table))
-    return _Known(mesh.root, axis, going, coming)
+    return _Counts(mesh.root, axis, going, coming)
 
 
 def _told(going: Tensor, mesh: Mesh, axis: str) -> Tensor:
@@ -122,7 +109,7 @@ def _numbers(counts: Tensor | PerRank) -> Counts:
 # ── the rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _swap(x: Tensor, how: _Known | _Counted) -> Tensor:
+def _swap(x: Tensor, how: _Counts) -> Tensor:
     """The rows that come, differentiable."""
     if torch.is_grad_enabled() and x.requires_grad:
         found: Tensor = _Swap.apply(x, how)
@@ -132,7 +119,7 @@ def _swap(x: Tensor, how: _Known | _Counted) -> Tensor:
 
 class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: _Known | _Counted) -> Tensor:
+    def forward(ctx: Any, x: Tensor, how: _Counts) -> Tensor:
         ctx.how = how
         return _run(x, how)
 
@@ -141,19 +128,19 @@ class _Swap(torch.autograd.Function):
         return _swap(grad, ctx.how.back()), None
 
 
-def _run(x: Tensor, how: _Known | _Counted) -> Tensor:
+def _run(x: Tensor, how: _Counts) -> Tensor:
     world = door(how.mesh, "p2p")
     if world.traced(x):
         keep_in_their_part(is_of_one_rank)
-    if isinstance(how, _Counted) and world.traced(x):
+    if isinstance(how.going, Tensor) and world.traced(x):
         return wait_tensor(torch.ops.shardwise.rows(x, how.going, how.coming, how.mesh.text, how.axis))
     if is_watched() and not world.traced(x):
-        sent = (x, how.going, how.coming) if isinstance(how, _Counted) else (x,)
+        sent = tuple(given for given in (x, how.going, how.coming) if isinstance(given, Tensor))
         return watched("p2p", (how.mesh, how.axis), sent, lambda: _now(x, how))
     return _now(x, how)
 
 
-def _now(x: Tensor, how: _Known | _Counted) -> Tensor:
+def _now(x: Tensor, how: _Counts) -> Tensor:
     world, width = door(how.mesh, "p2p"), math.prod(x.shape[1:])
     going, coming = _numbers(how.going), _numbers(how.coming)
     flat = world.each(_flat, how.mesh, x, going, how.axis)
@@ -202,11 +189,11 @@ def _known_traced(x: Tensor, table: Sequence[int], mesh: str, axis: str, library
 
 def _counted_traced(x: Tensor, going: Tensor, coming: Tensor | None, mesh: str, axis: str, library: str) -> Tensor:
     on = _of(mesh)
-    return _swap(x, _Counted(on, axis, going, _told(going, on, axis) if coming is None else coming))
+    return _swap(x, _Counts(on, axis, going, _told(going, on, axis) if coming is None else coming))
 
 
 def _rows_now(x: Tensor, going: Tensor, coming: Tensor, mesh: str, axis: str) -> Tensor:
-    return _now(x, _Counted(Mesh.read(mesh), axis, going, coming))
+    return _now(x, _Counts(Mesh.read(mesh), axis, going, coming))
 
 
 def _rows_fake(x: Tensor, going: Tensor, coming: Tensor, mesh: str, axis: str) -> Tensor:
