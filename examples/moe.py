@@ -36,7 +36,7 @@ def by_expert(tokens, counts):
 def feed(tokens, up, down, counts):
     """Each expert's two products on its own tokens; the last ranks may have fewer experts than others."""
     ends = counts[: len(up)].cumsum(0).to(torch.int32)
-    return F.grouped_mm(F.silu(F.grouped_mm(tokens, up, offs=ends)), down, offs=ends)
+    return sw.grouped_mm(F.silu(sw.grouped_mm(tokens, up, offs=ends)), down, offs=ends)
 
 
 def back(tokens, index):

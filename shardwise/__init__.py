@@ -19,6 +19,7 @@ from .errors import (
     WorldError,
 )
 from .factories import empty, full, ones, rand, randint, randn, randperm, zeros
+from .grouped import grouped_mm
 from .identity import VERSION as __version__  # noqa: F401  known by this name
 from .int_pow import int_pow
 from .layout import Layout
@@ -72,6 +73,7 @@ __all__ = [
     "empty",
     "export",
     "full",
+    "grouped_mm",
     "init_mesh",
     "int_pow",
     "layout",

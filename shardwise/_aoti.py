@@ -28,6 +28,7 @@ __all__ = [
     "is_group",
     "leaves_with_paths",
     "open_package",
+    "sizes_of_data",
     "tree_flatten",
     "tree_unflatten",
     "treespec_dumps",
@@ -43,6 +44,11 @@ def compile_package(program: Any, path: str, settings: dict[str, Any]) -> None:
     with warnings.catch_warnings(), written, _by_name(torch.ops.aten._grouped_mm.default), _numbered_dtypes():
         warnings.simplefilter("ignore", FutureWarning)  # torch warns of what it does itself
         compiler(program, package_path=path, inductor_configs=dict(settings))
+
+
+def sizes_of_data() -> Any:
+    """A block in which the tracer goes on behind operators whose results have a size that depends on data."""
+    return importlib.import_module("torch._dynamo.config").patch(capture_dynamic_output_shape_ops=True)
 
 
 @contextlib.contextmanager

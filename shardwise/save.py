@@ -180,7 +180,7 @@ _MATMULS = frozenset(
         *("mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear", "mv", "addmv", "dot", "vdot", "einsum"),
         *("_addmm_activation", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "_int_mm", "mkldnn_linear"),
     )
-)
+) | {"shardwise.grouped_mm"}
 _COLLECTIVES = frozenset(("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d"))
 #: Moves of a DTensor between layouts: in eager programs, and the operators of traced ones.
 _MOVES = frozenset(

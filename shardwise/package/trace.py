@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from .._aoti import tree_flatten, tree_unflatten
+from .._aoti import sizes_of_data, tree_flatten, tree_unflatten
 from .._torch import local_graphs
 from ..comm import seen
 from ..comm.trace import only_alike, refuse_unequal
@@ -115,7 +115,7 @@ class _Tracing:
         """Trace the function, and find out what its inputs and results are in the graph."""
         compiled = torch.compile(traceable(self._call), backend=self._backend, fullgraph=True, dynamic=False)
         try:
-            with torch.no_grad(), only_alike.set(True):
+            with torch.no_grad(), only_alike.set(True), sizes_of_data():
                 results, after = compiled(*args, **kwargs)
         except Exception as error:
             raise _cause(error) from None

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from ..grouped import GROUPED, product, shape
 from ..layout import Layout
 from .notation import Call, Rule, parse
 from .piece import Piece, at_least_one, keep
@@ -56,25 +56,16 @@ rule("_int_mm", "m k, k n -> m n")
 
 # ── grouped: rows of one factor belong to matrices of the other, by offsets ───────────────────────────────────────────
 
-#: By the dims of the factors: t tokens in the order of their e experts, o the offsets.
-GROUPED = {
-    (2, 3): "t k, e k n, o -> t n",
-    (3, 2): "e m k, k t, o -> m t",
-    (2, 2): "m t, t n, o -> o m n",
-    (3, 3): "e m k, e k n -> e m n",
-}
-
 
 def _grouped(call: Call) -> Rule:
     dims = call["self"].ndim, call["mat2"].ndim
     inputs, outputs = parse(GROUPED[dims])
-    row = Rule(inputs, outputs, linear=((0,), (1,)), whole=frozenset("o"), kernel=_aligned_product)
+    row = Rule(inputs, outputs, linear=((0,), (1,)), whole=frozenset("o"), kernel=_whole_product)
     return row if dims == (3, 3) else replace(row, kernel=partial(_products, dims))
 
 
 def _products(dims: tuple[int, int], call: Call, wants: Sequence[Layout]) -> Any:
     """The product with the offsets of this rank's tokens, and with its own experts."""
-    op = _aligned_product(call, wants)
     tokens = Piece(wants[dims == (3, 2)], 0 if dims == (2, 3) else 1)
     cut = dims != (2, 2) and bool(wants[dims == (2, 3)].axes_of(0))
     experts = Piece(wants[dims == (2, 3)], 0) if cut else None
@@ -86,43 +77,33 @@ def _products(dims: tuple[int, int], call: Call, wants: Sequence[Layout]) -> Any
             x, w = w.t(), x.transpose(1, 2)
         index = tokens.index(x.shape[dims == (2, 2)], mine)
         if experts is None:
-            out: Tensor = op(x, w, torch.searchsorted(index, offsets, out_int32=True), *rest)
+            out = product(x, w, torch.searchsorted(index, offsets, out_int32=True), *rest)
         else:
             expert = torch.searchsorted(offsets, index, right=True)
-            out = _of_experts(op, x, w, experts.local(expert, theirs), rest)
+            out = _of_experts(x, w, experts.local(expert, theirs), rest)
         return out.t() if dims == (3, 2) else out
 
     return kernel, *tokens.numbers, *(experts.numbers if experts is not None else ())
 
 
-def _of_experts(op: Any, x: Tensor, w: Tensor, expert: tuple[Tensor, Tensor], rest: Sequence[Any]) -> Tensor:
+def _of_experts(x: Tensor, w: Tensor, expert: tuple[Tensor, Tensor], rest: Sequence[Any]) -> Tensor:
     """The product of the rows whose expert is here, in its place; zero in the other rows, which come last meanwhile."""
     w = at_least_one(w, 0)
     position, mine = expert
     key = torch.where(mine, position, len(w))
     order = key.argsort(stable=True)
     ends = torch.searchsorted(key[order], torch.arange(len(w), device=key.device), right=True, out_int32=True)
-    out: Tensor = op(x[order], w, ends, *rest)
+    out = product(x[order], w, ends, *rest)
     return keep(out[order.argsort()], mine[:, None])
 
 
-def _aligned_product(call: Call, wants: Sequence[Layout]) -> Any:
-    """The operator wants rows, or columns, to begin at multiples of 16 bytes, which those of a piece need not."""
-    op = call.op
-    return lambda x, w, *rest: op(_aligned(x), _aligned(w), *rest)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    for dim, other in ((-2, -1), (-1, -2)):
-        if x.stride(dim) == 1 and x.stride(other) >= max(x.shape[dim], 1) and not x.stride(other) * x.itemsize % 16:
-            return x
-    return pad(x, (0, 16 - x.shape[-1] % 16))[..., : x.shape[-1]]
+def _whole_product(call: Call, wants: Sequence[Layout]) -> Any:
+    return product
 
 
 def _grouped_shape(arguments: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
     x, w, offsets = arguments["self"], arguments["mat2"], arguments["offs"]
-    first = {(3, 3): x.shape[:1], (2, 2): offsets.shape if offsets is not None else ()}.get((x.ndim, w.ndim), ())
-    return [((*first, x.shape[-2], w.shape[-1]), arguments["out_dtype"] or x.dtype)]
+    return [(shape(x, w, offsets), arguments["out_dtype"] or x.dtype)]
 
 
-rule("_grouped_mm", function=_grouped, gives=_grouped_shape)
+rule("_grouped_mm shardwise::grouped_mm", function=_grouped, gives=_grouped_shape)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
 from examples import train_gpt
+from examples.moe import MoE
 from shardwise import Replicate, Shard
 from shardwise._aoti import compile_package
 from shardwise.comm import pretend
@@ -59,6 +60,9 @@ class Everything(nn.Module):
             "pool": F.max_pool2d(image, 2, return_indices=True),
             "grouped": F.grouped_mm(rows.bfloat16(), self.experts.bfloat16(), offs=offsets),
             "counted": image + positive(self.table.view(4, 2) - 3).sum(),
+            "power": (tokens - 16) ** 41,
+            "powers": sw.int_pow(tokens - 16, tokens),
+            "narrow": torch.tensor([3, 5], dtype=torch.uint8) ** tokens[0, :2] + sw.int_pow(offsets, 3)[:2],
             "scan": image.cumsum(2) + self.table,
             "moved": image.redistribute(placements=[Shard(1)]).flip(1),
             "random": F.dropout(image, 0.5, training=True),
@@ -230,12 +234,57 @@ def run_example(path: Path, axes: dict[str, int]) -> None:
     torch.testing.assert_close(found.full_tensor(), want.full_tensor())
 
 
+@pytest.mark.parametrize(
+    ("axes", "ranks"),
+    [({"dp": 2, "ep": 2}, 4), *(pytest.param({"ep": n}, n, marks=pytest.mark.slow) for n in (2, 4))],
+)
+def test_a_mixture_of_experts(axes: dict[str, int], ranks: int, tmp_path: Path, pool: Any) -> None:
+    """How many tokens move is data, another number at each call and on each rank; some experts have none."""
+    mesh = sw.init_mesh(**axes)
+    layer, (x, *_) = experts(mesh)
+    sw.export(layer, (x,), mesh, tmp_path / "moe.pt2", options=QUICK)
+    pool(ranks).run(run_experts, tmp_path / "moe.pt2", axes)
+
+
+def experts(mesh: sw.Mesh) -> tuple[nn.Module, list[Any]]:
+    """The example's layer, and several batches of tokens; of the last one all tokens are the same."""
+    torch.manual_seed(3)
+    layer = MoE(16, 32, 8, mesh=mesh)
+    batches = [torch.randn(8, 16), torch.randn(8, 16), torch.randn(1, 16).repeat(8, 1)]
+    return layer, [sw.distribute_tensor(x, mesh, [Shard(0)] * mesh.ndim) for x in batches]
+
+
+def run_experts(path: Path, axes: dict[str, int]) -> None:
+    layer, batches = experts(sw.init_mesh(**axes))
+    program = sw.load_package(path, layer)
+    for x in batches:
+        found = program(x)
+        with torch.no_grad():
+            want = layer(x)
+        assert found.layout is want.layout
+        torch.testing.assert_close(found.full_tensor(), want.full_tensor())
+
+
 # ── the text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_program_is_the_same_text_for_every_rank(tmp_path: Path) -> None:
+def gpt_of_four() -> tuple[sw.Mesh, nn.Module, Any]:
     mesh = sw.init_mesh(dp=2, tp=2)
-    model, tokens = example(mesh)
+    return mesh, *example(mesh)
+
+
+def experts_of_four() -> tuple[sw.Mesh, nn.Module, Any]:
+    mesh = sw.init_mesh(dp=2, ep=2)
+    layer, (x, *_) = experts(mesh)
+    return mesh, layer, x
+
+
+@pytest.mark.parametrize(
+    ("made", "needs"),
+    [(gpt_of_four, (b"shardwise::rank_number", b"shardwise::step")), (experts_of_four, (b"shardwise::",))],
+)
+def test_the_program_is_the_same_text_for_every_rank(made: Any, needs: tuple[bytes, ...], tmp_path: Path) -> None:
+    mesh, model, tokens = made()
     texts = []
     for rank in (0, 3):
         path = tmp_path / f"{rank}.pt2"
@@ -250,7 +299,7 @@ def test_the_program_is_the_same_text_for_every_rank(tmp_path: Path) -> None:
         )
     assert texts[0] == texts[1]
     every = b"".join(texts[0][1].values())
-    assert b"shardwise::rank_number" in every and b"shardwise::step" in every and mesh.alias(("tp",)).encode() in every
+    assert all(text in every for text in (*needs, mesh.alias(mesh.axes[1:]).encode()))
 
 
 def test_a_job_exports_the_same(pool: Any) -> None:
