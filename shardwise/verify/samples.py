@@ -141,6 +141,14 @@ _UNARY = (
 )
 _x, _index = torch.randn(4, 6), torch.randint(8, (3, 5))
 _aten = torch.ops.aten
+#: Factors of grouped products, and where groups end: every form.
+_ends = torch.tensor([2, 2, 5, 8], dtype=torch.int32)
+_PRODUCTS = (
+    ((8, 4), (4, 4, 8), _ends),
+    ((4, 8, 4), (4, 8), _ends),
+    ((4, 8), (8, 4), _ends),
+    ((4, 5, 4), (4, 4, 4), None),
+)
 OTHERS: list[Callable[[], Any]] = [
     *(_lists(name, list) for name in _UNARY.split()),
     *(
@@ -167,6 +175,14 @@ OTHERS: list[Callable[[], Any]] = [
     lambda: _aten.soft_margin_loss(_x, _x.sign()),
     lambda: _aten.soft_margin_loss_backward(torch.randn(()), _x, _x.sign(), 1),
     lambda: _aten._fused_rms_norm(_x, [6], torch.randn(6), 1e-5),
+    *(
+        lambda op=op, x=x, w=w, ends=ends: op(torch.randn(x), torch.randn(w), ends)
+        for x, w, ends in _PRODUCTS
+        for op in (_aten._grouped_mm, torch.ops.shardwise.grouped_mm)
+    ),
+    *(lambda power=power: torch.ops.shardwise.int_pow(_index - 4, power) for power in (0, 2, 41)),
+    lambda: torch.ops.shardwise.int_pow.Tensor(_index - 4, torch.tensor([[2], [70], [-1]])),
+    lambda: torch.ops.shardwise.int_pow.Tensor(_index.int(), _index[0].to(torch.int8)),
 ]
 
 

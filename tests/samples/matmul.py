@@ -65,4 +65,10 @@ SAMPLES: dict[str, list[Sample]] = {
         sample(grouped(transpose=True), (7, 4), (7, 8), ends),
         sample(aten._grouped_mm, (3, 5, 4), (3, 4, 4)),
     ],
+    "shardwise.grouped_mm": [
+        sample(torch.ops.shardwise.grouped_mm, (7, 3), (4, 3, 5), ends),
+        sample(torch.ops.shardwise.grouped_mm, (4, 5, 3), (3, 7), ends),
+        sample(torch.ops.shardwise.grouped_mm, (5, 7), (7, 3), ends),
+        sample(torch.ops.shardwise.grouped_mm, (3, 5, 7), (3, 7, 1)),
+    ],
 }
