@@ -30,7 +30,7 @@ from ..mesh import Mesh
 from ..redistribute import whole_moves
 from ..tensor import DTensor
 from ..tools import wrap
-from .settle import settle_all
+from .carry import carry
 
 _TORCH = str(Path(torch.__file__).parent)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
@@ -156,7 +156,7 @@ class _Tracing:
     def _keep(self, part: str, gm: GraphModule) -> Callable[[list[Any]], Any]:
         improve(gm)
         remove_dead(gm.graph)
-        settle_all(gm.graph)
+        carry(gm.graph)
         gm.recompile()
         self._graph = gm
         (outputs,) = gm.graph.output_node().args
