@@ -79,8 +79,8 @@ def _now(x: Tensor, w: Tensor, offs: Tensor | None = None, bias: Any = None, out
 def _fake(x: Tensor, w: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None) -> Tensor:
     if (x.ndim, w.ndim) not in GROUPED:
         raise ValueError(f"grouped_mm takes factors of two or three dims, and got {x.ndim} and {w.ndim}")
-    if (x.ndim, w.ndim) != (2, 2):
-        torch._check(x.shape[-1] == w.shape[-2], lambda: f"grouped_mm of {list(x.shape)} and {list(w.shape)}: no common size")
+    if (x.ndim, w.ndim) != (2, 2) and x.shape[-1] != w.shape[-2]:
+        raise ValueError(f"grouped_mm of {list(x.shape)} and {list(w.shape)}: the size that is summed over is not one")
     return x.new_empty(shape(x, w, offs), dtype=out_dtype or x.dtype)
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
+from types import FrameType
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -76,6 +77,12 @@ CAPTURED = "<captured program>"
 _PASSED_THROUGH = (contextlib.__file__, functools.__file__, CAPTURED)
 
 
+def _is_written(frame: FrameType) -> bool:
+    """Whether a compiler wrote the code, to a module of torch's wherever its file is, or to no file."""
+    name = frame.f_globals.get("__name__")
+    return frame.f_code.co_filename.startswith("<eval_with_key>") or (type(name) is str and name.startswith("torch."))
+
+
 def callers(most: int) -> list[Line]:
     """The innermost lines outside Shardwise and torch, at most so many; none in a thread that has no line of the user's.
 
@@ -85,7 +92,7 @@ def callers(most: int) -> list[Line]:
     frame, found = sys._getframe(1), list[Line]()
     while frame is not None and len(found) < most:
         path = frame.f_code.co_filename
-        if not path.startswith(_LIBRARIES) and path not in _PASSED_THROUGH:
+        if not path.startswith(_LIBRARIES) and path not in _PASSED_THROUGH and not _is_written(frame):
             found.append(Line(path, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]
     return found

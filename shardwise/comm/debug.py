@@ -7,7 +7,9 @@ Reads what is asked of the door, gives it on if the ranks agree, or the same err
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,10 +17,12 @@ from torch import Tensor
 
 from ..errors import MismatchError, ShardwiseError, WorldError
 from ..layout import DTYPES, PerRank
-from ..mesh import Mesh
-from .context import caller, callers
+from ..mesh import Mesh, root_meshes
+from .context import Setting, caller, callers
 from .door import Around, Counts, Door
+from .listener import Listener
 from .messages import Batch
+from .names import stand_before
 from .post import arrived
 from .record import Recorder, Watch, watching
 from .session import Checks, Post, Session
@@ -36,9 +40,9 @@ def debug_mode(timeout: float = 300.0, lines: bool = True) -> Iterator[None]:
     left the block, ended or died, or because ranks wait for each other.
 
     `timeout` is for how many seconds a rank that lives is waited for. `lines=False` lets ranks meet from different lines. All
-    ranks of the job enter and leave the block together. Captured programs are compared too. Not seen are the collectives of
-    compiled programs, those that the program asks of torch.distributed itself, and the making of groups. In a simulated world
-    there is nothing to compare.
+    ranks of the job enter and leave the block together. Programs that were captured, compiled or loaded from a package are
+    compared too. Not seen are the collectives that the program asks of torch.distributed itself, and the making of groups. In a
+    simulated world there is nothing to compare.
 
     >>> with debug_mode(timeout=60):
     ...     pass
@@ -49,14 +53,16 @@ def debug_mode(timeout: float = 300.0, lines: bool = True) -> Iterator[None]:
     if now.checks is not None:
         yield  # blocks inside one another are one
         return
-    checks = Checks(float(timeout), lines)
+    checks = Checks(float(timeout), lines, _listen)
     try:
         checks.session()
         with watching.set(now._replace(checks=checks)):
             yield
     except BaseException as error:
+        stand_before(None)
         checks.leave(error)
         raise
+    stand_before(None)
     checks.leave(None)
 
 
@@ -75,18 +81,6 @@ def checks_here() -> bool:
     return watch is not None and watch.checks is not None
 
 
-def announce(post: Post, meetings: Sequence[Iterable[int]], fields: Iterable[str] | None = None) -> None:
-    """Tell each of several sets of ranks, this one among them, what this one is about to do, and come back when all others
-    have told the same; else every rank raises. In a block of `debug_mode` only.
-
-    `fields` of the posts must agree (as a rule all that the block compares), and what one sends to another must be what that
-    one expects of it.
-    """
-    session = current_session()
-    if session is not None:
-        session.agree(post, meetings, session.fields if fields is None else fields)
-
-
 def announce_batch(
     operator: str, send: Mapping[int, Sequence[Message]], receive: Mapping[int, Sequence[Message]], kind: str = "batch"
 ) -> None:
@@ -95,11 +89,13 @@ def announce_batch(
     The n-th batch that two ranks have in common must hold the same messages between them, each way. Lines may differ, since
     a program that names ranks does different things on them.
     """
+    session = current_session()
+    if session is None:
+        return
     line, path = _lines()
     post = Post(kind, operator, "", "", line, path, parcels(send), parcels(receive))
-    me = torch.distributed.get_rank()
-    peers = sorted({*send, *receive} - {me})
-    announce(post, [(me, peer) for peer in peers] or [(me,)], fields=("kind",))
+    peers = sorted({*send, *receive} - {session.rank})
+    session.agree(post, [(session.rank, peer) for peer in peers] or [(session.rank,)], ("kind",))
 
 
 def finish(wait: Callable[[], T]) -> T:
@@ -133,6 +129,84 @@ def group_text(mesh: Mesh, axes: tuple[str, ...]) -> str:
     return f"{', '.join(axes)} of {mesh.root!r} on {mesh.device} ranks {order}"
 
 
+# ── the collectives of programs ───────────────────────────────────────────────────────────────────────────────────────
+
+#: Whether the communication that is about to run has been compared, as this library asked for it by its door.
+_told = Setting("told", False)
+#: For which operator, and from which line, a captured program is about to communicate, in the thread that runs it.
+_known = threading.local()
+
+
+def expect(operator: str, line: str) -> None:
+    """Say what the next collective of a program is for; its own line is not one of the user's."""
+    _known.next = (operator, line)
+
+
+def _listen(session: Session) -> None:
+    """Hear what programs ask of the groups of a job by their names."""
+    stand_before(lambda alias, group: Listener(group, functools.partial(_overheard, session, alias)))
+
+
+@contextlib.contextmanager
+def _overheard(session: Session, alias: str, kind: str, tensors: Sequence[Tensor], going: Any, coming: Any) -> Iterator[None]:
+    """Around a collective of a program: before it the ranks of its group compare."""
+    known, _known.next = getattr(_known, "next", None), None
+    if _told.get():
+        yield
+        return
+    group, ranks = _group_of(alias)
+    operator, line, path = (*known, "in a captured program") if known is not None else ("", *_lines())
+    post = Post(kind, operator, group, " and ".join(shown(x.shape, x.dtype) for x in tensors), line, path)
+    if going is not None:
+        rest, dtype = tensors[0].shape[1:], tensors[0].dtype
+        sent, expected = (dict(zip(ranks, ([((n, *rest), dtype)] for n in counts), strict=True)) for counts in (going, coming))
+        post = post._replace(value="", send=parcels(sent), receive=parcels(expected))
+    with _together(session, post, ranks):
+        yield
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[None]:
+    """Around what runs programs outside of Python: errors come out of it as texts, and that of ranks that disagree is raised as
+    such again."""
+    try:
+        yield
+    except RuntimeError as error:
+        session = current_session()
+        why = "" if session is None else session.failure()
+        if why:
+            raise MismatchError(why) from error
+        raise
+
+
+@functools.cache
+def _group_of(alias: str) -> tuple[str, tuple[int, ...]]:
+    """The group that goes by a name, as text, and the ranks of this rank's group."""
+    _, fingerprint, names = alias.split(":", 2)
+    mesh = next(mesh for mesh in root_meshes() if mesh.fingerprint == fingerprint and mesh.world == "processes")
+    axes = tuple(names.split(","))
+    place = mesh.place(torch.distributed.get_rank())
+    return group_text(mesh, axes), tuple(mesh.ranks[peer] for peer in mesh.peers(place or 0, axes))
+
+
+@contextlib.contextmanager
+def _together(session: Session, post: Post, ranks: Sequence[int]) -> Iterator[None]:
+    """Around a communication of these ranks: before it they compare, and what goes wrong in it says where."""
+    if len(ranks) > 1:
+        session.agree(post, [ranks], session.fields)
+    try:
+        with _told.set(True):
+            yield
+    except ShardwiseError:
+        raise
+    except RuntimeError as error:
+        why = session.failure()
+        if why:
+            raise MismatchError(why) from error
+        error.add_note(f"in {post}")
+        raise
+
+
 # ── the door ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -153,29 +227,13 @@ class Checker(Around):
         super().__init__(door)
         self._operator, self._session = operator, session
 
-    @contextlib.contextmanager
-    def _together(self, post: Post, ranks: Sequence[int]) -> Iterator[None]:
-        """Around a communication of these ranks: before it they compare, and what goes wrong in it says where."""
-        if len(ranks) > 1:
-            announce(post, [ranks])
-        try:
-            yield
-        except ShardwiseError:
-            raise
-        except RuntimeError as error:
-            why = self._session.failure()
-            if why:
-                raise MismatchError(why) from error
-            error.add_note(f"in {post}")
-            raise
-
     def _check(self, kind: str, x: Tensor, mesh: Mesh, axes: tuple[str, ...], **words: Any) -> Any:
         if self._door.traced(x):
             return contextlib.nullcontext()
         value = words.pop("value", None)
         value = shown(x.shape, x.dtype) if value is None else value
         post = Post(kind, self._operator, group_text(mesh, axes), value, *_lines(), **words)
-        return self._together(post, self._ranks(mesh, axes))
+        return _together(self._session, post, self._ranks(mesh, axes))
 
     def _ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks of this rank's group, in its order; none if it is not in the mesh."""
@@ -229,7 +287,7 @@ class Checker(Around):
             outs = self._door.exchange(sent, batch)
             return finish(lambda: [arrived(out) for out in outs])
         words = (group_text(batch.mesh, batch.axes), "", *_lines(), parcels(going), parcels(coming))
-        with self._together(Post("exchange", self._operator, *words), self._ranks(batch.mesh, batch.axes)):
+        with _together(self._session, Post("exchange", self._operator, *words), self._ranks(batch.mesh, batch.axes)):
             return self._door.exchange(sent, batch)
 
     def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import collectives, new_group, register_group, unregister_group
+from .._torch import collectives, new_group
 from ..errors import OperatorError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh
@@ -28,6 +28,7 @@ from .direct import is_eager
 from .direct import reduce_scatter as direct_reduce_scatter
 from .door import Counts, check_chunks, same_ndim
 from .messages import Batch
+from .names import forget, register
 from .post import Message, copied, deliver
 from .trace import current, mark_specific
 from .wire import combine, packed, unpacked, wire
@@ -117,7 +118,7 @@ class Processes:
                 "torch.distributed.init_process_group() first, or make the mesh inside sw.simulate(n)"
             )
         for group in self._groups.values():
-            unregister_group(group.alias)
+            forget(group.alias)
         self._groups.clear()
         self._places.clear()
         self._ready.clear()
@@ -133,8 +134,7 @@ class Processes:
             made = group_over(tuple(root.ranks[place] for place in places))
             hosts = made if root.device == "cpu" and dist.get_backend(made) == "gloo" else None
             group = Group(group.alias, group.size, hosts, made)
-            unregister_group(group.alias)  # another door of this process may have registered it
-            register_group(group.alias, made)
+            register(group.alias, made)
         self._groups[root, axes] = group
         return group
 

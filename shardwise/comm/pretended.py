@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
 
 from .._aoti import is_group
-from .._torch import register_group, unregister_group
 from ..errors import CompileError
 from ..mesh import Mesh
 from .groups import Group, Processes
+from .names import forget, register
 
 
 class Pretended(Processes):
@@ -26,7 +26,7 @@ class Pretended(Processes):
         if group.size > 1 and not is_group(group.alias):
             made = ProcessGroup(HashStore(), places.index(self.place(mesh)), group.size)
             self._stand_ins[group.alias] = made  # torch's own table does not keep it
-            register_group(group.alias, made)
+            register(group.alias, made)
         return group
 
     def ready(self, mesh: Mesh) -> None:
@@ -45,5 +45,5 @@ class Pretended(Processes):
     def leave(self) -> None:
         """Forget the stand-ins."""
         for alias in self._stand_ins:
-            unregister_group(alias)
+            forget(alias)
         self._stand_ins.clear()

@@ -415,10 +415,10 @@ class Session:
 class Checks:
     """What a block of `debug_mode` asks for, and its session, which begins when there is a job."""
 
-    __slots__ = ("_session", "lines", "timeout")
+    __slots__ = ("_begun", "_session", "lines", "timeout")
 
-    def __init__(self, timeout: float, lines: bool) -> None:
-        self.timeout, self.lines = timeout, lines
+    def __init__(self, timeout: float, lines: bool, begun: Callable[[Session], None]) -> None:
+        self.timeout, self.lines, self._begun = timeout, lines, begun
         self._session: Session | None = None
 
     def session(self) -> Session | None:
@@ -429,6 +429,7 @@ class Checks:
         if self._session is None and in_job():
             self._session = Session(self.timeout, self.lines)
             self._session.enter()
+            self._begun(self._session)
         return self._session
 
     def leave(self, error: BaseException | None) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .._aoti import open_package, tree_flatten, tree_unflatten, treespec_loads
 from ..comm import door
+from ..comm.debug import heard
 from ..errors import OperatorError
 from ..layout import Layout
 from ..mesh import Mesh
@@ -69,7 +70,8 @@ class Package:
         for slot, parameter in zip(told.parameters, self._parameters, strict=True):
             _check(slot, f"parameter {slot.name}", parameter)
         slots, given = (*told.parameters, *told.arguments), (*self._parameters, *values)
-        outputs = self._loader.boxed_run([_local(slots[place], given[place]) for place in told.order])
+        with heard():
+            outputs = self._loader.boxed_run([_local(slots[place], given[place]) for place in told.order])
         for place, at in told.writes:
             _held(slots[place], given[place]).copy_(outputs[at])
         results = [value.value if at is None else _wrapped(value, outputs[at]) for at, value in self._manifest.results]

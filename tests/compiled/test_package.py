@@ -131,6 +131,11 @@ def run_both(path: Path) -> None:
     assert found[0]["random"].full_tensor().ne(found[1]["random"].full_tensor()).any()
     assert model.count.full_tensor().eq(2).all() and twin.count.full_tensor().eq(2).all()
     assert type(found[0]["sorted"]) is tuple and found[0]["name"] == "everything"
+    with sw.debug_mode():
+        again = program(*args, **kwargs)
+    with pytest.raises(sw.MismatchError, match="differ in"), sw.debug_mode():
+        program(*args, **kwargs) if torch.distributed.get_rank() else args[1].full_tensor()
+    torch.testing.assert_close(whole(again["logits"]), whole(want[1]["logits"]), rtol=1e-5, atol=1e-6)
 
 
 def test_two_ranks_run_what_one_process_exported(package: Path, pool: Any) -> None:

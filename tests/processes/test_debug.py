@@ -304,7 +304,7 @@ def test_alone_nothing_is_compared() -> None:
         pass
 
 
-# ── captured programs ──
+# ── programs ──
 
 
 def seeded(function: Callable[[Any], torch.Tensor], x: Any) -> torch.Tensor:
@@ -312,15 +312,22 @@ def seeded(function: Callable[[Any], torch.Tensor], x: Any) -> torch.Tensor:
     return function(x)
 
 
-def run_captured() -> tuple[Any, Any, tuple[str, str, float]]:
-    """A captured step, with and without debug mode, and one that a rank skips before another."""
+def made(how: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as a program."""
+    torch._dynamo.reset()
+    return sw.capture(function) if how == "captured" else torch.compile(function, backend=how, fullgraph=True)
+
+
+def run_programs(how: str) -> tuple[Any, Any, tuple[str, str, float]]:
+    """A program, with and without debug mode, and one that a rank skips before another."""
     mesh = sw.init_mesh(dp=2, tp=2)
     x = sw.distribute_tensor(torch.arange(20.0).view(4, 5), mesh, {"dp": Shard(0), "tp": Shard(1)})
-    step = sw.capture(lambda x: (x @ x.T).sum())
-    other = sw.capture(lambda x: x.redistribute(placements=[Replicate(), Replicate()]).to_local().sum())
-    noisy = sw.capture(lambda x: torch.nn.functional.dropout(x, 0.5).to_local())
-    plain, moved = step(x).item(), other(x).item()
-    assert under_debug(lambda: [step(x).item(), other(x).item()]) == [plain, moved]
+    step = made(how, lambda x: (x @ x.T).sum())
+    other = made(how, lambda x: x.redistribute(placements=[Replicate(), Replicate()]).to_local().sum())
+    noisy = made(how, lambda x: torch.nn.functional.dropout(x, 0.5).to_local())
+    most = made(how, lambda x: x.amax() + x.sum(0).redistribute(placements=[Shard(0), Replicate()]).to_local().sum())
+    plain, moved, reduced = step(x).item(), other(x).item(), most(x).item()
+    assert under_debug(lambda: [step(x).item(), other(x).item(), most(x).item()]) == [plain, moved, reduced]
     assert torch.equal(seeded(noisy, x), under_debug(lambda: seeded(noisy, x))), "nothing more is drawn"
 
     def skipping() -> None:
@@ -331,9 +338,19 @@ def run_captured() -> tuple[Any, Any, tuple[str, str, float]]:
     return plain, moved, told(skipping)
 
 
-def test_captured_programs_are_compared(pool: Any) -> None:
-    replies = pool(4).run(run_captured)
+def check_programs(replies: list[Any], line: str) -> None:
+    """All ranks were told the same: of the line of those that came and of the one that skipped."""
     texts = {text for *_, (kind, text, _) in replies if kind == "MismatchError"}
     assert len(texts) == 1 and all(seconds < SECONDS for *_, (_, _, seconds) in replies)
-    assert re.search(r"for aten.mm over .* at test_debug.py:\d+ in a captured program", min(texts)), texts
+    assert re.search(line, min(texts)), texts
     assert re.search(r"rank 3: .* over dp, tp of .* at test_debug.py:\d+", min(texts)), texts
+
+
+def test_captured_programs_are_compared(pool: Any) -> None:
+    check_programs(pool(4).run(run_programs, "captured"), r"for aten.mm over .* at test_debug.py:\d+ in a captured program")
+
+
+@pytest.mark.parametrize("how", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_programs_are_compared(pool: Any, how: str) -> None:
+    """Also those that were compiled before; by the line that calls the program."""
+    check_programs(pool(4).run(run_programs, how), r"all_gather of f32\[2, 2\] over dp of .* at test_debug.py:\d+ \(from")

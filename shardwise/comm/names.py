@@ -1,0 +1,43 @@
+"""The names by which the process groups of a job go in programs, and who stands before them.
+
+Programs say a name; torch's table says which group that is, when they run. So a block can put something before every group
+without a change to any program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from .._torch import register_group, unregister_group
+
+#: Makes of a name and its group what goes by the name instead.
+Before = Callable[[str, ProcessGroup], Any]
+
+_groups: dict[str, ProcessGroup] = {}
+_shown: dict[str, Any] = {}  # torch's own table keeps nothing alive
+_before: list[Before] = []
+
+
+def register(alias: str, group: ProcessGroup) -> None:
+    """Let a group go by a name, which another may have had."""
+    _groups[alias] = group
+    _shown[alias] = _before[-1](alias, group) if _before else group
+    unregister_group(alias)
+    register_group(alias, _shown[alias])
+
+
+def forget(alias: str) -> None:
+    """Let no group go by a name any more."""
+    unregister_group(alias)
+    _groups.pop(alias, None)
+    _shown.pop(alias, None)
+
+
+def stand_before(before: Before | None) -> None:
+    """Put something before every group, those to come as well; with None nothing any more."""
+    _before[:] = [] if before is None else [before]
+    for alias, group in list(_groups.items()):
+        register(alias, group)
