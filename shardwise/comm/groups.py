@@ -67,13 +67,14 @@ torch.library.register_fake("shardwise::rank_number", _rank_number_fake)
 class Group(NamedTuple):
     """A process group by the name it goes by, and its size; one rank alone needs no group, and a rank outside has none.
 
-    `process` is the process group itself, `hosts` too where its ranks are hosts that send straight to each other.
+    `process` leads to the process group itself, `hosts` too where its ranks are hosts that send straight to each other. They do
+    not keep it: whoever ends the job ends its groups, with their threads.
     """
 
     alias: str
     size: int
-    hosts: Any = None
-    process: Any = None
+    hosts: Callable[[], Any] | None = None
+    process: Callable[[], Any] | None = None
 
 
 class Processes:
@@ -85,7 +86,6 @@ class Processes:
         self._places: dict[Mesh, int] = {}
         self._ready: set[Mesh] = set()
         self._met: set[str] = set()
-        self._alone: Any = None
 
     def prepare(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
         """The group of this rank over `axes`, made if it is not there yet; collective over the group."""
@@ -123,7 +123,6 @@ class Processes:
         self._places.clear()
         self._ready.clear()
         self._met.clear()
-        self._alone = None
         self._job = weakref.ref(job)
 
     def _make(self, root: Mesh, axes: tuple[str, ...]) -> Group:
@@ -132,8 +131,9 @@ class Processes:
         group = Group(root.alias(axes), len(places))
         if group.size > 1:
             made = group_over(tuple(root.ranks[place] for place in places))
-            hosts = made if root.device == "cpu" and dist.get_backend(made) == "gloo" else None
-            group = Group(group.alias, group.size, hosts, made)
+            found = weakref.ref(made)
+            hosts = found if root.device == "cpu" and dist.get_backend(made) == "gloo" else None
+            group = Group(group.alias, group.size, hosts, found)
             register(group.alias, made)
         self._groups[root, axes] = group
         return group
@@ -159,7 +159,7 @@ class Processes:
         if size == 1 or x.numel() == 0:
             return x.clone(memory_format=torch.contiguous_format)
         if hosts is not None and is_eager(x):
-            return direct_all_reduce(x, kind, hosts)
+            return direct_all_reduce(x, kind, hosts())
         how = wire(kind, x.dtype)
         if how is None:
             return self._gathered(x, kind, mesh, axes)
@@ -175,7 +175,7 @@ class Processes:
         if x.numel() == 0:
             return x.new_empty((size * x.shape[0], *x.shape[1:]))
         if hosts is not None and is_eager(x):
-            return direct_all_gather(x, hosts)
+            return direct_all_gather(x, hosts())
         return unpacked(_wait(_all_gather(packed(x), size, alias)), x.dtype)
 
     def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
@@ -190,7 +190,7 @@ class Processes:
         if x.numel() == 0:
             return x.new_empty((x.shape[0] // size, *x.shape[1:]))
         if hosts is not None and is_eager(x):
-            return direct_reduce_scatter(x, kind, hosts)
+            return direct_reduce_scatter(x, kind, hosts())
         how = wire(kind, x.dtype)
         if how is None:
             return combine(self._exchanged_chunks(x, mesh, axes), kind)
@@ -226,17 +226,11 @@ class Processes:
     def _post(self, batch: Batch) -> Any:
         """The process group that carries a batch. Where its ranks must all meet before some of them send, they do so once."""
         group = self.prepare(batch.mesh, batch.axes)
-        made = self._to_itself() if group.process is None else group.process
+        made = group_over((dist.get_rank(),)) if group.process is None else group.process()
         if batch.mesh.device != "cpu" and group.alias not in self._met and not batch.alone:
             self._met.add(group.alias)
             made.allreduce([torch.zeros(1, device=batch.mesh.device)]).wait()
         return made
-
-    def _to_itself(self) -> Any:
-        """The process group of this rank alone."""
-        if self._alone is None:
-            self._alone = group_over((dist.get_rank(),))
-        return self._alone
 
     def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
         """The first place's value."""

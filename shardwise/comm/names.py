@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch.distributed import ProcessGroup
 
@@ -16,17 +17,18 @@ from .._torch import register_group, unregister_group
 #: Makes of a name and its group what goes by the name instead.
 Before = Callable[[str, ProcessGroup], Any]
 
-_groups: dict[str, ProcessGroup] = {}
-_shown: dict[str, Any] = {}  # torch's own table keeps nothing alive
+_groups: WeakValueDictionary[str, ProcessGroup] = WeakValueDictionary()  # whoever ends a job ends its groups
+_shown: dict[str, Any] = {}  # what stands before them: torch's own table keeps nothing alive
 _before: list[Before] = []
 
 
 def register(alias: str, group: ProcessGroup) -> None:
     """Let a group go by a name, which another may have had."""
+    forget(alias)
     _groups[alias] = group
-    _shown[alias] = _before[-1](alias, group) if _before else group
-    unregister_group(alias)
-    register_group(alias, _shown[alias])
+    for before in _before:
+        group = _shown[alias] = before(alias, group)
+    register_group(alias, group)
 
 
 def forget(alias: str) -> None:

@@ -261,13 +261,16 @@ def experts(mesh: sw.Mesh) -> tuple[nn.Module, list[Any]]:
 
 def run_experts(path: Path, axes: dict[str, int]) -> None:
     layer, batches = experts(sw.init_mesh(**axes))
+    torch.manual_seed(3)
+    dense = MoE(16, 32, 8)
     program = sw.load_package(path, layer)
     for x in batches:
         found = program(x)
         with torch.no_grad():
-            want = layer(x)
+            want, alone = layer(x), dense(x.full_tensor())
         assert found.layout is want.layout
         torch.testing.assert_close(found.full_tensor(), want.full_tensor())
+        torch.testing.assert_close(found.full_tensor(), alone)
 
 
 # ── the text ──────────────────────────────────────────────────────────────────────────────────────────────────────────

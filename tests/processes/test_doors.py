@@ -12,6 +12,7 @@ from shardwise.comm import Bundle, PerRank, Processes, Simulated, communication,
 from shardwise.comm.absent import Absent
 from shardwise.errors import MeshError, WorldError
 from shardwise.mesh import Mesh
+from tests.processes import ended
 
 INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -275,6 +276,13 @@ def test_groups_are_made_anew_in_a_new_job(pool, tmp_path):
     assert [after for _, _, after, _ in results] == [[pair, [3, 2, 1, 0]] for pair in ([1, 0], [1, 0], [3, 2], [3, 2])]
     assert all("lives in a torch.distributed job, and none is running" in between for _, between, _, _ in results)
     assert [number for *_, number in results] == [0, 1, 2, 3]
+
+
+def test_a_job_ends_with_its_threads():
+    """What the library keeps would keep them, and a thread of Gloo that still drops a tensor when Python ends aborts it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ended.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def run_traced():

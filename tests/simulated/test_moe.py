@@ -11,6 +11,7 @@ from shardwise import Mesh, Shard
 from tests.laws import equal
 
 CASES = [({"ep": 2}, 8, 16), ({"ep": 4}, 8, 16), ({"dp": 2, "ep": 2}, 8, 16), ({"ep": 4}, 7, 13), ({"dp": 2, "ep": 2}, 5, 6)]
+CASES += [({"ep": 4}, 3, 10), ({"ep": 4}, 2, 3)]  # ranks without experts, and without tokens
 
 
 def layers(mesh: Mesh, experts: int, favourite: bool) -> tuple[MoE, MoE]:
