@@ -32,6 +32,13 @@ def root_meshes() -> tuple[Mesh, ...]:
     return tuple(mesh for mesh in _meshes.values() if mesh.root is mesh)
 
 
+def group_named(alias: str) -> tuple[Mesh, tuple[str, ...]]:
+    """The mesh of processes, and its axes, whose group goes by the name that `Mesh.alias` gives."""
+    _, fingerprint, names = alias.split(":", 2)
+    mesh = next(mesh for mesh in root_meshes() if mesh.fingerprint == fingerprint and mesh.world == "processes")
+    return mesh, tuple(names.split(","))
+
+
 def quote(name: str) -> str:
     """A name with nothing in it that texts use as punctuation."""
     return _quote(name, safe="")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from ..errors import MismatchError, ShardwiseError, WorldError
 from ..layout import DTYPES, PerRank
-from ..mesh import Mesh, root_meshes
-from .context import Setting, caller, callers
+from ..mesh import Mesh, group_named
+from .context import caller, callers
 from .door import Around, Counts, Door
-from .listener import Listener
+from .listener import Listener, asked, expected
 from .messages import Batch
-from .names import stand_before
+from .names import standing_before
 from .post import arrived
 from .record import Recorder, Watch, watching
 from .session import Checks, Post, Session
@@ -53,17 +52,20 @@ def debug_mode(timeout: float = 300.0, lines: bool = True) -> Iterator[None]:
     if now.checks is not None:
         yield  # blocks inside one another are one
         return
-    checks = Checks(float(timeout), lines, _listen)
-    try:
-        checks.session()
-        with watching.set(now._replace(checks=checks)):
-            yield
-    except BaseException as error:
-        stand_before(None)
-        checks.leave(error)
-        raise
-    stand_before(None)
-    checks.leave(None)
+    with contextlib.ExitStack() as listening:
+        checks = Checks(
+            float(timeout),
+            lines,
+            lambda session: listening.enter_context(standing_before(functools.partial(_listener, session))),
+        )
+        try:
+            checks.session()
+            with watching.set(now._replace(checks=checks)):
+                yield
+        except BaseException as error:
+            checks.leave(error)
+            raise
+        checks.leave(None)
 
 
 # ── what ranks tell each other ────────────────────────────────────────────────────────────────────────────────────────
@@ -73,12 +75,6 @@ def current_session() -> Session | None:
     """The session of the block of `debug_mode` around, in a job; else None."""
     watch = watching.get()
     return None if watch is None or watch.checks is None else watch.checks.session()
-
-
-def checks_here() -> bool:
-    """Whether this is in a block of `debug_mode`, of however many ranks."""
-    watch = watching.get()
-    return watch is not None and watch.checks is not None
 
 
 def announce_batch(
@@ -131,36 +127,24 @@ def group_text(mesh: Mesh, axes: tuple[str, ...]) -> str:
 
 # ── the collectives of programs ───────────────────────────────────────────────────────────────────────────────────────
 
-#: Whether the communication that is about to run has been compared, as this library asked for it by its door.
-_told = Setting("told", False)
-#: For which operator, and from which line, a captured program is about to communicate, in the thread that runs it.
-_known = threading.local()
 
-
-def expect(operator: str, line: str) -> None:
-    """Say what the next collective of a program is for; its own line is not one of the user's."""
-    _known.next = (operator, line)
-
-
-def _listen(session: Session) -> None:
-    """Hear what programs ask of the groups of a job by their names."""
-    stand_before(lambda alias, group: Listener(group, functools.partial(_overheard, session, alias)))
+def _listener(session: Session, alias: str, group: Any) -> Listener:
+    """What stands before a group, and has its ranks compare what programs ask of it by its name."""
+    return Listener(group, functools.partial(_overheard, session, alias))
 
 
 @contextlib.contextmanager
 def _overheard(session: Session, alias: str, kind: str, tensors: Sequence[Tensor], going: Any, coming: Any) -> Iterator[None]:
     """Around a collective of a program: before it the ranks of its group compare."""
-    known, _known.next = getattr(_known, "next", None), None
-    if _told.get():
-        yield
-        return
-    group, ranks = _group_of(alias)
-    operator, line, path = (*known, "in a captured program") if known is not None else ("", *_lines())
-    post = Post(kind, operator, group, " and ".join(shown(x.shape, x.dtype) for x in tensors), line, path)
+    mesh, axes = group_named(alias)
+    ranks = tuple(mesh.ranks[peer] for peer in mesh.peers(mesh.place(session.rank) or 0, axes))
+    operator, line = expected()
+    line, path = (line, "in a captured program") if line else _lines()
+    post = Post(kind, operator, group_text(mesh, axes), " and ".join(shown(x.shape, x.dtype) for x in tensors), line, path)
     if going is not None:
         rest, dtype = tensors[0].shape[1:], tensors[0].dtype
-        sent, expected = (dict(zip(ranks, ([((n, *rest), dtype)] for n in counts), strict=True)) for counts in (going, coming))
-        post = post._replace(value="", send=parcels(sent), receive=parcels(expected))
+        send, receive = (dict(zip(ranks, ([((n, *rest), dtype)] for n in counts), strict=True)) for counts in (going, coming))
+        post = post._replace(value="", send=parcels(send), receive=parcels(receive))
     with _together(session, post, ranks):
         yield
 
@@ -179,23 +163,13 @@ def heard() -> Iterator[None]:
         raise
 
 
-@functools.cache
-def _group_of(alias: str) -> tuple[str, tuple[int, ...]]:
-    """The group that goes by a name, as text, and the ranks of this rank's group."""
-    _, fingerprint, names = alias.split(":", 2)
-    mesh = next(mesh for mesh in root_meshes() if mesh.fingerprint == fingerprint and mesh.world == "processes")
-    axes = tuple(names.split(","))
-    place = mesh.place(torch.distributed.get_rank())
-    return group_text(mesh, axes), tuple(mesh.ranks[peer] for peer in mesh.peers(place or 0, axes))
-
-
 @contextlib.contextmanager
 def _together(session: Session, post: Post, ranks: Sequence[int]) -> Iterator[None]:
     """Around a communication of these ranks: before it they compare, and what goes wrong in it says where."""
     if len(ranks) > 1:
         session.agree(post, [ranks], session.fields)
     try:
-        with _told.set(True):
+        with asked.set(True):
             yield
     except ShardwiseError:
         raise

@@ -6,16 +6,36 @@ work, torch asks for collectives in these words.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from .context import Setting
+
 #: Called with the kind of a collective, its tensors, and how many rows go to and come from each rank if they say so; the
 #: collective runs inside what it gives.
 Tell = Callable[[str, Sequence[Tensor], Any, Any], AbstractContextManager[Any]]
+
+
+#: Whether this library asks for the communication by its door: whoever watches there has heard of it.
+asked = Setting("asked", False)
+#: For which operator, and from which line, a captured program is about to communicate, in the thread that runs it.
+_known = threading.local()
+
+
+def expect(operator: str, line: str) -> None:
+    """Say what the next collectives of a program are for; their own line is not one of the user's. Nothing: it is unknown."""
+    _known.now = (operator, line)
+
+
+def expected() -> tuple[str, str]:
+    """For which operator, and from which line, the next collective is; nothing where it is unknown."""
+    found: tuple[str, str] = getattr(_known, "now", ("", ""))
+    return found
 
 
 class Listener(ProcessGroup):
@@ -25,35 +45,38 @@ class Listener(ProcessGroup):
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._group, self._tell = group, tell
 
+    def _told(self, kind: str, tensors: Sequence[Tensor], going: Any = None, coming: Any = None) -> AbstractContextManager[Any]:
+        return nullcontext() if asked.get() else self._tell(kind, tensors, going, coming)
+
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
         """Reduce."""
-        with self._tell(f"all_reduce({_reduction(opts)})", tensors, None, None):
+        with self._told(f"all_reduce({_reduction(opts)})", tensors):
             return self._group.allreduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
         """Reduce several tensors."""
-        with self._tell(f"all_reduce({_reduction(opts)})", tensors, None, None):
+        with self._told(f"all_reduce({_reduction(opts)})", tensors):
             return self._group.allreduce_coalesced(tensors, opts)
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
         """Gather."""
-        with self._tell("all_gather", inputs, None, None):
+        with self._told("all_gather", inputs):
             return self._group.allgather_into_tensor_coalesced(outputs, inputs, opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
         """Reduce and scatter."""
-        with self._tell(f"reduce_scatter({_reduction(opts)})", inputs, None, None):
+        with self._told(f"reduce_scatter({_reduction(opts)})", inputs):
             return self._group.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
 
     def alltoall_base(self, output: Tensor, input: Tensor, coming: list[int], going: list[int], opts: Any) -> Work:  # type: ignore[override]
         """Send and receive rows."""
         even = [input.shape[0] // self.size()] * self.size()
-        with self._tell("all_to_all", [input], going or even, coming or even):
+        with self._told("all_to_all", [input], going or even, coming or even):
             return self._group.alltoall_base(output, input, coming, going, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
         """Send to all."""
-        with self._tell(f"broadcast(from {opts.rootRank})", tensors, None, None):
+        with self._told(f"broadcast(from {opts.rootRank})", tensors):
             return self._group.broadcast(tensors, opts)
 
 

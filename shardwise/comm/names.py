@@ -6,7 +6,8 @@ without a change to any program.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -38,8 +39,18 @@ def forget(alias: str) -> None:
     _shown.pop(alias, None)
 
 
-def stand_before(before: Before | None) -> None:
-    """Put something before every group, those to come as well; with None nothing any more."""
-    _before[:] = [] if before is None else [before]
+@contextlib.contextmanager
+def standing_before(before: Before) -> Iterator[None]:
+    """In the block something stands before every group, those to come as well, and before whatever stood there."""
+    _before.append(before)
+    _renew()
+    try:
+        yield
+    finally:
+        _before.remove(before)
+        _renew()
+
+
+def _renew() -> None:
     for alias, group in list(_groups.items()):
         register(alias, group)

@@ -6,19 +6,23 @@ Reads what passes through the door, gives records. Changes nothing of what passe
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 
 from ..layout import PerRank
-from ..mesh import Mesh
+from ..mesh import Mesh, group_named
 from .context import Setting, caller
 from .door import Around, Counts, Door
+from .listener import Listener, asked, expected
 from .messages import Batch
+from .names import standing_before
 from .session import Checks
 from .simulated import Bundle
 
@@ -91,7 +95,8 @@ def logs() -> tuple[Log, ...]:
 
 @contextlib.contextmanager
 def trace_comm() -> Iterator[Log]:
-    """Record every communication inside the block.
+    """Record every communication inside the block, that of programs which were captured, compiled or loaded too. (Of simulated
+    ranks such a program is one of one process, which communicates nothing.)
 
     >>> with trace_comm() as log:
     ...     pass
@@ -99,7 +104,7 @@ def trace_comm() -> Iterator[Log]:
     ({}, 0)
     """
     log, now = Log(), watching.get() or Watch()
-    with watching.set(now._replace(logs=(*now.logs, log))):
+    with watching.set(now._replace(logs=(*now.logs, log))), standing_before(functools.partial(_listener, log)):
         yield log
 
 
@@ -137,6 +142,27 @@ RECEIVED: dict[str, Callable[[int, int], int]] = {
 }
 
 
+def _listener(log: Log, alias: str, group: Any) -> Listener:
+    """What stands before a group, and writes down what programs ask of it by its name."""
+    return Listener(group, functools.partial(_overheard, log, alias))
+
+
+@contextlib.contextmanager
+def _overheard(log: Log, alias: str, kind: str, tensors: Sequence[Tensor], going: Any, coming: Any) -> Iterator[None]:
+    name, (mesh, axes) = kind.partition("(")[0], group_named(alias)
+    size, ranks = sum(x.numel() * x.element_size() for x in tensors), _group_size(mesh, axes)
+    if coming is None:
+        received = RECEIVED[name](size, ranks)
+    else:
+        place = mesh.place(dist.get_rank()) or 0
+        rows = sum(coming) - coming[mesh.peers(place, axes).index(place)]
+        received = rows * size // max(sum(going), 1)
+    operator, line = expected()
+    if any(one is log for one in logs()):  # not what another thread communicates
+        log.records.append(Record(name, axes, received, operator, line or str(caller())))
+    yield
+
+
 class Recorder(Around):
     """A door that writes what passes into the active logs, on behalf of one operator."""
 
@@ -159,39 +185,46 @@ class Recorder(Around):
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Record an all_reduce."""
         self._count("all_reduce", _size(x), mesh, axes)
-        return self._door.all_reduce(x, kind, mesh, axes)
+        with asked.set(True):
+            return self._door.all_reduce(x, kind, mesh, axes)
 
     def all_gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Record an all_gather."""
         self._count("all_gather", _size(x), mesh, axes)
-        return self._door.all_gather(x, mesh, axes)
+        with asked.set(True):
+            return self._door.all_gather(x, mesh, axes)
 
     def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Record a reduce_scatter."""
         self._count("reduce_scatter", _size(x), mesh, axes)
-        return self._door.reduce_scatter(x, kind, mesh, axes)
+        with asked.set(True):
+            return self._door.reduce_scatter(x, kind, mesh, axes)
 
     def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Record an all_to_all."""
         if _group_size(mesh, axes) > 1:
             self._write("all_to_all", axes, x.element_size() * _most_received(receive, mesh, axes))
-        return self._door.all_to_all(x, send, receive, mesh, axes)
+        with asked.set(True):
+            return self._door.all_to_all(x, send, receive, mesh, axes)
 
     def exchange(self, sent: Sequence[Tensor], batch: Batch) -> list[Tensor]:
         """Record a batch of messages."""
         if (most := max(_received(batch, place) for place in range(len(batch.mesh.ranks)))) >= 0:
             self._write("p2p", batch.axes, most)
-        return self._door.exchange(sent, batch)
+        with asked.set(True):
+            return self._door.exchange(sent, batch)
 
     def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
         """Record a broadcast."""
         self._count("broadcast", _size(x), mesh, mesh.root.axes)
-        return self._door.broadcast(x, mesh)
+        with asked.set(True):
+            return self._door.broadcast(x, mesh)
 
     def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         """Record an exchange of shapes."""
         self._count("shapes", 8 * (x.ndim + 1), mesh, mesh.root.axes)
-        return self._door.shapes(x, mesh)
+        with asked.set(True):
+            return self._door.shapes(x, mesh)
 
 
 def _group_size(mesh: Mesh, axes: tuple[str, ...]) -> int:

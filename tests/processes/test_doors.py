@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import shardwise as sw
+from shardwise import Replicate, Shard
 from shardwise.comm import Bundle, PerRank, Processes, Simulated, communication, door, init_mesh, trace_comm
 from shardwise.comm.absent import Absent
 from shardwise.errors import MeshError, WorldError
@@ -354,3 +356,31 @@ def test_processes_are_recorded(pool):
             ("shapes", ("dp", "tp"), 48, "aten.mm"),
         ]
         assert source.startswith("test_doors.py:")
+
+
+def run_programs_recorded(how):
+    """What is recorded of a function, and of it as a program, twice, in logs inside one another."""
+    mesh = init_mesh(dp=2, tp=2)
+    x = sw.ones(8, 4, mesh=mesh, placements=[Shard(0), Replicate()])
+    y = sw.ones(4, 8, mesh=mesh, placements=[Replicate(), Shard(1)])
+
+    def function(x, y):
+        cut = y.redistribute(placements=[Shard(0), Replicate()])
+        return x.sum(0).redistribute(placements=[Replicate(), Replicate()]), cut * 2, x.redistribute(placements=[Shard(1)] * 2)
+
+    program = sw.capture(function) if how == "captured" else torch.compile(function, backend=how, fullgraph=True)
+    found = []
+    for call in (function, program, program):
+        with trace_comm() as around, trace_comm() as log:
+            call(x, y)
+        assert log.records == around.records
+        found.append(sorted((record.kind, record.axes, record.bytes) for record in log.records))
+        sources = {record.source.partition(":")[0] for record in log.records}
+    return *found, sources
+
+
+@pytest.mark.parametrize("how", ["captured", "aot_eager"])
+def test_programs_are_recorded(pool, how):
+    for eager, first, second, sources in pool(4).run(run_programs_recorded, how):
+        assert first == second == eager and len(eager) >= 3
+        assert sources == {"test_doors.py"}
