@@ -20,7 +20,6 @@ from .context import Setting
 #: collective runs inside what it gives.
 Tell = Callable[[str, Sequence[Tensor], Any, Any], AbstractContextManager[Any]]
 
-
 #: Whether this library asks for the communication by its door: whoever watches there has heard of it.
 asked = Setting("asked", False)
 #: For which operator, and from which line, a captured program is about to communicate, in the thread that runs it.

@@ -150,13 +150,12 @@ def _listener(log: Log, alias: str, group: Any) -> Listener:
 @contextlib.contextmanager
 def _overheard(log: Log, alias: str, kind: str, tensors: Sequence[Tensor], going: Any, coming: Any) -> Iterator[None]:
     name, (mesh, axes) = kind.partition("(")[0], group_named(alias)
-    size, ranks = sum(x.numel() * x.element_size() for x in tensors), _group_size(mesh, axes)
     if coming is None:
-        received = RECEIVED[name](size, ranks)
+        received = RECEIVED[name](sum(x.numel() * x.element_size() for x in tensors), _group_size(mesh, axes))
     else:
         place = mesh.place(dist.get_rank()) or 0
         rows = sum(coming) - coming[mesh.peers(place, axes).index(place)]
-        received = rows * size // max(sum(going), 1)
+        received = rows * math.prod(tensors[0].shape[1:]) * tensors[0].element_size()
     operator, line = expected()
     if any(one is log for one in logs()):  # not what another thread communicates
         log.records.append(Record(name, axes, received, operator, line or str(caller())))
