@@ -80,7 +80,7 @@ class MoE(nn.Module):
         tokens = sw.each_rank(feed, tokens, self._local(self.up), self._local(self.down), counts)
         tokens = sw.p2p.all_to_all_v(sw.each_rank(back, tokens, index), coming, going, mesh=self.mesh, axis=self.axis)
         out = sw.each_rank(combine, tokens, weights, order, here, self.k)
-        return DTensor.from_local(out, self.mesh, x.layout)
+        return DTensor.from_local(out, self.mesh, x.placements, shape=x.shape, stride=x.stride())
 
     def _local(self, parameter):
         """A rank's own part; ranks with the same part have other tokens, so its gradient is their sum."""
