@@ -62,13 +62,13 @@ class Sleeper(nn.Module):
 
 
 def sleepers(mesh: sw.Mesh) -> list[nn.Module]:
-    return [Sleeper() for _ in range(mesh.shape["pp"])]
+    return [Sleeper() for _ in range(mesh.axis_sizes["pp"])]
 
 
 def halves(mesh: sw.Mesh) -> list[nn.Module]:
     """The demo's GPT in two halves."""
-    stages = example.cut(example.untied(), mesh.shape["pp"])
-    for index, stage in enumerate(stages if "tp" in mesh.shape else []):
+    stages = example.cut(example.untied(), mesh.axis_sizes["pp"])
+    for index, stage in enumerate(stages if "tp" in mesh.axis_sizes else []):
         example.distribute(stage, mesh["pp"].at(index))
     return stages
 
@@ -108,7 +108,7 @@ def measure(mesh: sw.Mesh, name: str, rounds: int, draw: bool) -> None:
         for microbatches in MICROBATCHES:
             pipe = sw.pipeline(make(mesh), mesh["pp"], schedule, microbatches)
             timeline = measured(pipe, loss, rounds)
-            held: list[Any] = [None] * mesh.size
+            held: list[Any] = [None] * mesh.size()
             dist.all_gather_object(held, pipe.most_held)
             most = [max(several) for several in zip(*held, strict=True)]
             told = [timeline.bubble, pipe.schedule.bubble(), by_times(pipe.schedule, timeline)]

@@ -98,7 +98,7 @@ def compared(length: int, case: tuple[bool, int], rounds: int) -> dict[str, list
         raise SystemExit(f"length {length}, {case}: values differ by {worst}")
     found = {}
     for name, attention in ways.items():
-        rows: list[Any] = [None] * mesh.size
+        rows: list[Any] = [None] * mesh.size()
         dist.all_gather_object(rows, measured(partial(step, attention, given, is_causal), rounds))
         found[name] = rows
     return found

@@ -50,7 +50,7 @@ def loss(logits, targets):
 
 def main(mesh, schedule="1f1b"):
     model = untied()
-    stages = cut(copy.deepcopy(model), mesh.shape["pp"])
+    stages = cut(copy.deepcopy(model), mesh.axis_sizes["pp"])
     for i, stage in enumerate(stages):
         distribute(stage, mesh["pp"].at(i))  # heads, hidden units and the vocabulary over "tp"
     pipe = sw.pipeline(stages, mesh["pp"], schedule, MICROBATCHES)

@@ -74,7 +74,7 @@ def points(mesh: Mesh, axes: tuple[str, ...], most: int = MOST_POINTS) -> Points
 
     A bound from some ranks is a bound; the ranks that share least with their target are found at the ends.
     """
-    sizes = {axis: mesh.shape[axis] for axis in axes}
+    sizes = {axis: mesh.axis_sizes[axis] for axis in axes}
     few = math.prod(sizes.values()) > most
     every = list(product(*[_span(sizes.get(axis, 1), few) for axis in mesh.axes]))
     return {axis: [point[i] for point in every] for i, axis in enumerate(mesh.axes)}
@@ -86,7 +86,7 @@ def indices(mesh: Mesh, axes: tuple[str, ...], most: int = MOST_POINTS) -> list[
     at = points(mesh, mesh.axes, most)
     found = [0] * len(at[mesh.axes[0]])
     for axis in axes:
-        n = mesh.shape[axis]
+        n = mesh.axis_sizes[axis]
         found = [i * n + value for i, value in zip(found, at[axis], strict=True)]
     return found
 
@@ -112,7 +112,7 @@ class Side(NamedTuple):
         for factor in self.dim:
             index = [0] * len(next(iter(self.at.values())))
             for axis in factor.axes:
-                n = self.mesh.shape[axis]
+                n = self.mesh.axis_sizes[axis]
                 index = [i * n + value for i, value in zip(index, self.at[axis], strict=True)]
             found.append(index)
         return list(zip(*found, strict=True))
@@ -123,7 +123,7 @@ def shares(have: Side, want: Side, pooled: Sequence[str] = ()) -> list[int]:
     goals = want.shards()
     axes = [axis for factor in have.dim for axis in factor.axes if axis in pooled]
     total = [0] * len(goals)
-    for values in product(*[range(have.mesh.shape[axis]) for axis in axes]):
+    for values in product(*[range(have.mesh.axis_sizes[axis]) for axis in axes]):
         moved = {axis: [value] * len(goals) for axis, value in zip(axes, values, strict=True)}
         found = _overlaps(have.dim, have._replace(at=have.at | moved).shards() if moved else have.shards(), want.dim, goals)
         total = [sofar + more for sofar, more in zip(total, found, strict=True)]
@@ -161,11 +161,11 @@ def lower_bound(have: Layout, want: Layout) -> int:
     if have.mesh is not want.mesh:
         return _across(have, want)
     mesh, left = have.mesh, tuple(axis for axis, _ in want.partials)
-    group = math.prod([mesh.shape[axis] for axis in left])
+    group = math.prod([mesh.axis_sizes[axis] for axis in left])
     transfers = reductions(have.partials, want)
     if not transfers:
         return max(-(-missing(have, want, left) // group), _carried(have, want, left) if have.partials else 0)
-    return max(-(-want.nbytes // group), _average(want, transfers, mesh.size))
+    return max(-(-want.nbytes // group), _average(want, transfers, mesh.size()))
 
 
 def reductions(pending: Sequence[tuple[str, str]], want: Layout) -> int:
@@ -175,9 +175,9 @@ def reductions(pending: Sequence[tuple[str, str]], want: Layout) -> int:
     """
     mesh = want.mesh
     left = {axis for axis, _ in want.partials}
-    summands = math.prod([mesh.shape[axis] for axis, _ in pending])
-    inside = math.prod([mesh.shape[axis] for axis, _ in pending if axis in left])
-    copies = math.prod([n for axis, n in mesh.shape.items() if axis not in want.states])
+    summands = math.prod([mesh.axis_sizes[axis] for axis, _ in pending])
+    inside = math.prod([mesh.axis_sizes[axis] for axis, _ in pending if axis in left])
+    copies = math.prod([n for axis, n in mesh.axis_sizes.items() if axis not in want.states])
     return summands - inside + copies - 1 if summands > inside else 0
 
 
@@ -188,15 +188,15 @@ def carried(pending: Sequence[tuple[str, str]], want: Layout, lacking: int) -> f
     Every summand of an element travels once, or is added to one that does, and the sum once to each group that lacks it.
     """
     mesh = want.mesh
-    group = math.prod([mesh.shape[axis] for axis, _ in want.partials])
-    summands = math.prod([mesh.shape[axis] for axis, _ in pending])
-    copies = math.prod([n for axis, n in mesh.shape.items() if axis not in want.states])
-    return ((summands - 1) / copies + 1) * lacking / group / mesh.size
+    group = math.prod([mesh.axis_sizes[axis] for axis, _ in want.partials])
+    summands = math.prod([mesh.axis_sizes[axis] for axis, _ in pending])
+    copies = math.prod([n for axis, n in mesh.axis_sizes.items() if axis not in want.states])
+    return ((summands - 1) / copies + 1) * lacking / group / mesh.size()
 
 
 def _carried(have: Layout, want: Layout, left: tuple[str, ...]) -> int:
     mesh = have.mesh
-    if mesh.size > MOST_POINTS:
+    if mesh.size() > MOST_POINTS:
         return 0
     at = points(mesh, mesh.axes)
     return math.ceil(carried(have.partials, want, sum(_lacks(have, at, want, at, left))) * want.dtype.itemsize)
@@ -207,11 +207,11 @@ def _average(want: Layout, transfers: int, ranks: int) -> int:
 
 
 def _across(have: Layout, want: Layout) -> int:
-    group = math.prod(want.mesh.shape[axis] for axis, _ in want.partials)
+    group = math.prod(want.mesh.axis_sizes[axis] for axis, _ in want.partials)
     if not have.partials:
         return missing(have, want) if group == 1 else max(0, -(-(want.nbytes - group * have.nbytes) // group))
-    summands = math.prod(have.mesh.shape[axis] for axis, _ in have.partials)
-    copies = math.prod(n for axis, n in want.mesh.shape.items() if axis not in want.states)
+    summands = math.prod(have.mesh.axis_sizes[axis] for axis, _ in have.partials)
+    copies = math.prod(n for axis, n in want.mesh.axis_sizes.items() if axis not in want.states)
     if summands == 1 or group > 1:
         return 0
     return max(want.nbytes, _average(want, summands + copies - 2, len({*have.mesh.ranks, *want.mesh.ranks})))

@@ -74,12 +74,12 @@ def route(mesh: Mesh, axes: tuple[str, ...]) -> Link:
 
 
 def _find_route(root: Mesh, axes: tuple[str, ...]) -> Link:
-    crossed = [axis for axis in axes if root.shape[axis] > 1]
+    crossed = [axis for axis in axes if root.axis_sizes[axis] > 1]
     known = links(root)
-    ranks = near = math.prod([root.shape[axis] for axis in crossed])
+    ranks = near = math.prod([root.axis_sizes[axis] for axis in crossed])
     peers: dict[float, int] = {}  # how many are reached at each speed
     for axis in sorted(crossed, key=lambda axis: -known[axis].per_byte):
-        nearer = near // root.shape[axis]
+        nearer = near // root.axis_sizes[axis]
         speed = known[axis].per_byte
         peers[speed] = peers.get(speed, 0) + near - nearer
         near = nearer

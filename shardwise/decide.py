@@ -199,7 +199,7 @@ def _needs_program(rule: Rule, bound: Bound, call: Call) -> bool:
         isinstance(state, int) and names[state] is not None and _is_whole(bound, names[state])
         for names, tensor in zip(bound.inputs, call.tensors, strict=True)
         for axis, state in tensor.states.items()
-        if tensor.mesh.shape[axis] > 1 and all(tensor.shape)  # a tensor without elements is gathered for nothing
+        if tensor.mesh.axis_sizes[axis] > 1 and all(tensor.shape)  # a tensor without elements is gathered for nothing
     )
 
 
@@ -229,7 +229,7 @@ def _choose(rule: Rule, call: Call, bound: Bound, axis: str, others: dict[str, C
     if not any(state is not None for state in have):
         return plain
     mesh = call.tensors[0].mesh
-    ranks, link = mesh.shape[axis], links(mesh)[axis]
+    ranks, link = mesh.axis_sizes[axis], links(mesh)[axis]
     best, least = None, float("inf")
     passes = _passes(rule, bound, (state for state in have if isinstance(state, str)))
     cuts = _cuts(rule, bound, _labels(call, bound, have, ranks))

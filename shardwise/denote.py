@@ -38,13 +38,13 @@ def prove(steps: tuple[Step, ...], have: Layout, want: Layout) -> None:
 def _points(layout: Layout, axes: set[str]) -> Iterator[Point]:
     """The coordinates along some axes."""
     names = layout.mesh.sorted_axes(axes)
-    for values in product(*(range(layout.mesh.shape[axis]) for axis in names)):
+    for values in product(*(range(layout.mesh.axis_sizes[axis]) for axis in names)):
         yield dict(zip(names, values, strict=True))
 
 
 def _held(layout: Layout, dim: int) -> Callable[[Point], list[Run]]:
     """What the ranks at a coordinate hold of a dim."""
-    factors, shape = layout.dims[dim], layout.mesh.shape
+    factors, shape = layout.dims[dim], layout.mesh.axis_sizes
     ends = [0, *accumulate(factors[0].sizes)]
 
     def at_point(at: Point) -> list[Run]:

@@ -96,7 +96,7 @@ class Form:
 
     def parts(self, dim: int) -> int:
         """Into how many shards a dim is cut."""
-        return math.prod(self.mesh.shape[axis] for part in self.dims[dim] for axis in part.axes)
+        return math.prod(self.mesh.axis_sizes[axis] for part in self.dims[dim] for axis in part.axes)
 
     def __repr__(self) -> str:
         dims = ", ".join("*".join(part.text for part in dim) for dim in self.dims)
@@ -115,7 +115,7 @@ def restore_form(text: str) -> Form:
 def _parts(dim: tuple[Factor, ...], mesh: Mesh) -> tuple[Part, ...]:
     parts = []
     for position, factor in enumerate(dim):
-        counts = [mesh.shape[axis] for axis in factor.axes]
+        counts = [mesh.axis_sizes[axis] for axis in factor.axes]
         default = not factor.axes or isinstance(factor.size, SymInt) or factor.sizes == default_sizes(factor.size, counts)
         parts.append(Part(factor.axes, None if default else factor.sizes, int(factor.size) if position else None))
     return tuple(parts)

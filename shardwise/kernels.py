@@ -60,7 +60,7 @@ def reduction(step: Step) -> tuple[str, int]:
 
 def ranks(kind: str, layout: Layout, axes: Sequence[str]) -> int:
     """The ranks along those of `axes` over which a reduction of this kind is pending."""
-    return math.prod([layout.mesh.shape[axis] for axis, pending in layout.partials if pending == kind and axis in axes])
+    return math.prod([layout.mesh.axis_sizes[axis] for axis, pending in layout.partials if pending == kind and axis in axes])
 
 
 def divided(x: Tensor, count: int) -> Tensor:

@@ -89,7 +89,7 @@ class Factor(NamedTuple):
         if not self.axes:
             return str(self.size)
         names = self.axes[0] if len(self.axes) == 1 else f"({','.join(self.axes)})"
-        default = self.sizes == default_sizes(self.size, [mesh.shape[a] for a in self.axes])
+        default = self.sizes == default_sizes(self.size, [mesh.axis_sizes[a] for a in self.axes])
         return f"{self.size}@{names}" + ("" if default else "{" + ",".join(map(str, self.sizes)) + "}")
 
 
@@ -124,7 +124,7 @@ def _chunks(size: int, count: int) -> list[int]:
 
 def cut(size: int, axes: Sequence[str], mesh: Mesh) -> Factor:
     """A factor cut by `axes` into default chunks."""
-    return Factor(size, tuple(axes), default_sizes(size, [mesh.shape[axis] for axis in axes]))
+    return Factor(size, tuple(axes), default_sizes(size, [mesh.axis_sizes[axis] for axis in axes]))
 
 
 def shard_runs(dim: Dim, shards: Sequence[int]) -> list[Run]:
@@ -290,7 +290,7 @@ class Layout(metaclass=OpaqueBaseMeta):
         """Which shard of a factor the rank at a coordinate of the mesh holds."""
         index, mesh = 0, self.mesh
         for axis in factor.axes:
-            index = index * mesh.shape[axis] + point[mesh.axes.index(axis)]
+            index = index * mesh.axis_sizes[axis] + point[mesh.axes.index(axis)]
         return index
 
     def held(self, dim: int) -> int:
@@ -460,7 +460,7 @@ def _uncut(factor: Factor, gone: frozenset[str], mesh: Mesh) -> Factor:
     if len(keep) == len(factor.axes):
         return factor
     if keep and factor.axes[: len(keep)] == tuple(keep):
-        step = math.prod(mesh.shape[axis] for axis in factor.axes[len(keep) :])
+        step = math.prod(mesh.axis_sizes[axis] for axis in factor.axes[len(keep) :])
         sizes = [sum(factor.sizes[i : i + step]) for i in range(0, len(factor.sizes), step)]
         return Factor(factor.size, tuple(keep), tuple(sizes))
     return cut(factor.size, keep, mesh) if keep else whole(factor.size)
@@ -539,7 +539,7 @@ def as_read(text: str) -> Any:
 def _by_axis(mesh: Mesh, placements: Placements) -> dict[str, Placement]:
     if isinstance(placements, Mapping):
         for axis in placements:
-            if axis not in mesh.shape:
+            if axis not in mesh.axis_sizes:
                 raise MeshError(f"mesh {mesh} has no axis {axis!r}; its axes are {', '.join(mesh.axes)}")
         given = dict(placements)
     else:
@@ -572,12 +572,12 @@ def _factor(size: int, shards: list[tuple[str, Shard]], mesh: Mesh) -> Factor:
     sizes: tuple[int, ...] = (size,)
     for position, (axis, shard) in enumerate(shards):
         if shard.sizes is None:
-            sizes = tuple(piece for n in sizes for piece in _chunks(n, mesh.shape[axis]))
+            sizes = tuple(piece for n in sizes for piece in _chunks(n, mesh.axis_sizes[axis]))
         elif position:
             raise LayoutError(f"explicit sizes on axis {axis!r}: only the first axis on a dim can have them")
-        elif len(shard.sizes) != mesh.shape[axis] or sum(shard.sizes) != size or min(shard.sizes) < 0:
+        elif len(shard.sizes) != mesh.axis_sizes[axis] or sum(shard.sizes) != size or min(shard.sizes) < 0:
             raise LayoutError(
-                f"{shard} on axis {axis!r} needs {mesh.shape[axis]} sizes that add up to {size}, "
+                f"{shard} on axis {axis!r} needs {mesh.axis_sizes[axis]} sizes that add up to {size}, "
                 f"got {len(shard.sizes)} that add up to {sum(shard.sizes)}"
             )
         else:

@@ -3,7 +3,7 @@
 A *place* is a position in the root mesh's list of ranks; what a rank holds is a function of its place.
 
 >>> mesh = Mesh(("dp", "tp"), (2, 2), range(4), "cpu", "simulated")
->>> mesh["tp"], mesh.coordinate(3), mesh.size
+>>> mesh["tp"], mesh.coordinate(3), mesh.size()
 (Mesh(tp=2), (1, 1), 4)
 """
 
@@ -52,7 +52,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
     """
 
     axes: tuple[str, ...]
-    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
     ranks: tuple[int, ...]
     device: str
     world: str
@@ -81,10 +81,10 @@ class Mesh(metaclass=OpaqueBaseMeta):
         if content not in _meshes:
             _check(content[0], content[1], content[2] if of is None else None)
             self = super().__new__(cls)
-            self.axes, self.sizes, self.ranks, self.device, self.world = content[:5]
+            self.axes, self.shape, self.ranks, self.device, self.world = content[:5]
             self.root = self if of is None else of
             self.slow, self.explicit, self._flattened = slow, explicit, set()
-            self.shape, self.size, self.ndim  # noqa: B018  a traced program reads only what is there already
+            self.axis_sizes, self.ndim, self._size  # noqa: B018  a traced program reads only what is there already
             _meshes[content] = self
         return _meshes[content]
 
@@ -119,14 +119,28 @@ class Mesh(metaclass=OpaqueBaseMeta):
         return root[tuple(map(unquote, kept))] if kept else root
 
     @cached_property
-    def shape(self) -> dict[str, int]:
+    def axis_sizes(self) -> dict[str, int]:
         """Size of each axis by name, in order."""
-        return dict(zip(self.axes, self.sizes, strict=True))
+        return dict(zip(self.axes, self.shape, strict=True))
 
     @cached_property
-    def size(self) -> int:
-        """The number of ranks one tensor on this mesh is spread over."""
-        return math.prod(self.sizes)
+    def _size(self) -> int:
+        return math.prod(self.shape)
+
+    def size(self, axis: int | str | None = None) -> int:
+        """The number of ranks one tensor on this mesh is spread over, or the size of one axis, by name or by position.
+
+        >>> mesh = Mesh(("dp", "tp"), (2, 4), range(8), "cpu", "simulated")
+        >>> mesh.size(), mesh.size("tp"), mesh.size(0)
+        (8, 4, 2)
+        """
+        if axis is None:
+            return self._size
+        if isinstance(axis, str):
+            return self.size_of(axis)
+        if not isinstance(axis, int) or not -self.ndim <= axis < self.ndim:
+            raise MeshError(f"mesh {self} has axes {', '.join(self.axes)}, or 0 to {self.ndim - 1}; got {axis!r}")
+        return self.shape[axis]
 
     @cached_property
     def ndim(self) -> int:
@@ -136,7 +150,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
     @cached_property
     def fingerprint(self) -> str:
         """A short hash of axes, sizes, ranks and device: the same in every process."""
-        content = (self.root.axes, self.root.sizes, self.root.ranks, self.device, self.axes)
+        content = (self.root.axes, self.root.shape, self.root.ranks, self.device, self.axes)
         return hashlib.blake2b(repr(content).encode(), digest_size=6).hexdigest()
 
     @cached_property
@@ -147,7 +161,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
         'cpu;simulated;dp=2,tp=2;;dp;auto;tp'
         """
         root = self.root
-        axes = ",".join(f"{quote(axis)}={size}" for axis, size in root.shape.items())
+        axes = ",".join(f"{quote(axis)}={size}" for axis, size in root.axis_sizes.items())
         ranks = "" if root.ranks == tuple(range(len(root.ranks))) else ",".join(map(str, root.ranks))
         slow, kept = (",".join(map(quote, names)) for names in (root.slow, () if root is self else self.axes))
         return ";".join([root.device, root.world, axes, ranks, slow, _GROUPS[root.explicit], kept])
@@ -182,7 +196,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
             self.size_of(name)
         if names == self.root.axes:
             return self.root
-        sizes = (self.shape[name] for name in names)
+        sizes = (self.axis_sizes[name] for name in names)
         return Mesh(names, sizes, self.ranks, self.device, self.world, self.root)
 
     def flatten(self, *axes: str) -> Mesh:
@@ -190,7 +204,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
 
         >>> mesh = Mesh(("dp", "pp", "tp"), (2, 2, 2), range(8), "cpu", "simulated", groups="explicit")
         >>> flat = mesh.flatten("dp", "tp")
-        >>> flat.shape, [flat.coordinate(rank) for rank in (0, 1, 4, 5)], mesh.usable(("dp", "tp"))
+        >>> flat.axis_sizes, [flat.coordinate(rank) for rank in (0, 1, 4, 5)], mesh.usable(("dp", "tp"))
         ({'dp_tp': 4}, [(0,), (1,), (2,), (3,)], True)
         """
         names, root = axes or self.axes, self.root
@@ -205,7 +219,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
         root._learn(names)
         first = min(map(root.axes.index, names))  # so that neighbours, flattened in order, leave the ranks in order
         before, after = root.axes[:first], [axis for axis in root.axes[first:] if axis not in names]
-        sizes = [{**root.shape, flat: size}[axis] for axis in (*before, flat, *after)]
+        sizes = [{**root.axis_sizes, flat: size}[axis] for axis in (*before, flat, *after)]
         ranks = [root.ranks[place] for place in root.peers(0, (*before, *names, *after))]
         slow = [flat if axis in names else axis for axis in root.slow]
         return Mesh((*before, flat, *after), sizes, ranks, root.device, root.world, None, slow, _GROUPS[root.explicit])[flat]
@@ -218,9 +232,9 @@ class Mesh(metaclass=OpaqueBaseMeta):
         (Mesh(tp=2), (2, 3))
         """
         root, axis = self.root, self.named(None)
-        if not 0 <= coordinate < self.shape[axis]:
-            raise MeshError(f"axis {axis!r} of mesh {root} has coordinates 0 to {self.shape[axis] - 1}, got {coordinate}")
-        sizes = {name: size for name, size in root.shape.items() if name != axis} or {axis: 1}
+        if not 0 <= coordinate < self.axis_sizes[axis]:
+            raise MeshError(f"axis {axis!r} of mesh {root} has coordinates 0 to {self.axis_sizes[axis] - 1}, got {coordinate}")
+        sizes = {name: size for name, size in root.axis_sizes.items() if name != axis} or {axis: 1}
         ranks = [rank for rank, (at,) in zip(root.ranks, root[axis].coordinates, strict=True) if at == coordinate]
         slow = [name for name in root.slow if name in sizes]
         return Mesh(sizes, sizes.values(), ranks, root.device, root.world, None, slow, root.grouping)
@@ -251,12 +265,12 @@ class Mesh(metaclass=OpaqueBaseMeta):
 
     def _crossed(self, axes: Iterable[str]) -> frozenset[str]:
         """The axes along which ranks differ at all: with or without the others, the group is the same."""
-        return frozenset([axis for axis in axes if self.shape[axis] > 1])
+        return frozenset([axis for axis in axes if self.axis_sizes[axis] > 1])
 
     def size_of(self, axis: str) -> int:
         """The size of one axis."""
         try:
-            return self.shape[axis]
+            return self.axis_sizes[axis]
         except KeyError:
             raise MeshError(f"mesh {self} has no axis {axis!r}; its axes are {', '.join(self.axes)}") from None
 
@@ -277,7 +291,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
     def coordinates(self) -> tuple[tuple[int, ...], ...]:
         """For each place of the root, the coordinate along this mesh's axes."""
         keep = [self.root.axes.index(axis) for axis in self.axes]
-        every = product(*(range(n) for n in self.root.sizes))
+        every = product(*(range(n) for n in self.root.shape))
         return tuple(tuple(point[i] for i in keep) for point in every)
 
     def peers(self, place: int, axes: tuple[str, ...]) -> tuple[int, ...]:
@@ -293,7 +307,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
         return tuple(sorted(set(axes), key=self.root.axes.index))
 
     def __repr__(self) -> str:
-        facts = [f"{axis}={size}" for axis, size in self.shape.items()]
+        facts = [f"{axis}={size}" for axis, size in self.axis_sizes.items()]
         facts += [f"slow={self.slow}"] if self.slow else []
         facts += [f"groups={_GROUPS[True]!r}"] if self.explicit else []
         return f"Mesh({', '.join(facts)})"
@@ -312,7 +326,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
 
     def __reduce__(self) -> tuple[Any, ...]:
         of = None if self.root is self else self.root
-        facts = (self.axes, self.sizes, self.ranks, self.device, self.world, of, self.slow, _GROUPS[self.explicit])
+        facts = (self.axes, self.shape, self.ranks, self.device, self.world, of, self.slow, _GROUPS[self.explicit])
         return Mesh, facts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
@@ -326,11 +340,11 @@ constant_type(Mesh)
 def _peers(root: Mesh, place: int, axes: tuple[str, ...]) -> tuple[int, ...]:
     here, moving = root.coordinates[place], [root.axes.index(axis) for axis in axes]
     found = []
-    for point in product(*(range(root.sizes[i]) for i in moving)):
+    for point in product(*(range(root.shape[i]) for i in moving)):
         there = list(here)
         for i, value in zip(moving, point, strict=True):
             there[i] = value
-        found.append(_ravel(there, root.sizes))
+        found.append(_ravel(there, root.shape))
     return tuple(found)
 
 

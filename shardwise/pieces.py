@@ -35,7 +35,7 @@ def parts_of(coarse: Dim, fine: Dim, axes: Sequence[str], mesh: Mesh) -> Parts |
     for factor in fine:
         more = [axis for axis in factor.axes if axis in axes]
         kept = factor.axes[: len(factor.axes) - len(more)]
-        step = math.prod([mesh.shape[axis] for axis in more])
+        step = math.prod([mesh.axis_sizes[axis] for axis in more])
         runs = [factor.sizes[i : i + step] for i in range(0, len(factor.sizes), step)]
         if (*kept, *more) != factor.axes or any(min(run) != max(run) for run in runs):
             return None
@@ -82,7 +82,7 @@ def _is_straight(order: tuple[int, ...]) -> bool:
 
 
 def _sizes(parts: Parts, layout: Layout, place: int) -> tuple[int, ...]:
-    shape = layout.mesh.shape
+    shape = layout.mesh.axis_sizes
     return tuple([shape[p] if isinstance(p, str) else p.sizes[layout.shard(p, place)] for p in parts])
 
 

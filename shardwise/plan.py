@@ -197,8 +197,9 @@ def _check(have: Layout, want: Layout, max_bytes: int | None) -> None:
     for one, other in ((have.mesh.world, want.mesh.world), (have.mesh.device, want.mesh.device)):
         if one != other:
             raise PlanError(
-                f"redistribute from mesh {have.mesh} of {have.mesh.size} ranks ({one}) to mesh {want.mesh} of {want.mesh.size} "
-                f"ranks ({other}): no communication joins them; make both meshes in one world, on one kind of device"
+                f"redistribute from mesh {have.mesh} of {have.mesh.size()} ranks ({one}) to mesh {want.mesh} of "
+                f"{want.mesh.size()} ranks ({other}): no communication joins them; "
+                "make both meshes in one world, on one kind of device"
             )
     needed = max(have.nbytes, want.nbytes)
     if max_bytes is not None and max_bytes < needed:
@@ -235,7 +236,7 @@ def _warn_of_missing_groups(steps: tuple[Step, ...], better: tuple[Step, ...] | 
         return
     mesh = steps[0].before.mesh.root
     for step in better:
-        key = mesh.axes, mesh.sizes, step.axes
+        key = mesh.axes, mesh.shape, step.axes
         if step.communicates and not mesh.usable(step.axes) and key not in _warned:
             _warned.add(key)
             saved = sum(map(_seconds, steps)) - sum(map(_seconds, better))
@@ -270,7 +271,7 @@ def _reduced_ways(have: Layout) -> list[Layout]:
     ways = [have.reduced()]
     for dim, factors in enumerate(have.dims):
         if len(factors) == 1:
-            parts = [have.mesh.shape[axis] for axis in pending]
+            parts = [have.mesh.axis_sizes[axis] for axis in pending]
             sizes = tuple(piece for size in factors[0].sizes for piece in default_sizes(size, parts))
             cut = Factor(factors[0].size, (*factors[0].axes, *pending), sizes)
             ways.append(have.replace(dims=[*have.dims[:dim], (cut,), *have.dims[dim + 1 :]], partials=()))

@@ -32,14 +32,14 @@ def relabel(mesh: Mesh | Any, *moves: tuple[DTensor | Layout, Placements | Layou
         raise MeshError(f"relabel takes a whole mesh, got the part {on} of {on.root}; relabel that and take the part of it")
     pairs = [_pair(on, tensor, placements) for tensor, placements in moves]
     ranks = sorted(set(among) if among is not None else {*on.ranks, *(rank for have, _ in pairs for rank in have.mesh.ranks)})
-    if len(ranks) < on.size:
-        raise MeshError(f"relabel: mesh {on} has {on.size} ranks, and there are only {len(ranks)} to choose from: {ranks}")
+    if len(ranks) < on.size():
+        raise MeshError(f"relabel: mesh {on} has {on.size()} ranks, and there are only {len(ranks)} to choose from: {ranks}")
     lacks = _lacks(on, ranks, pairs)
-    chosen = _assigned([_with_ties(row, place, on.size) for place, row in enumerate(lacks)])
+    chosen = _assigned([_with_ties(row, place, on.size()) for place, row in enumerate(lacks)])
     if set(on.ranks) <= set(ranks) and _total(lacks, map(ranks.index, on.ranks)) == _total(lacks, chosen):
         return on
     groups = "explicit" if on.explicit else "auto"
-    return Mesh(on.axes, on.sizes, [ranks[i] for i in chosen], on.device, on.world, None, on.slow, groups)
+    return Mesh(on.axes, on.shape, [ranks[i] for i in chosen], on.device, on.world, None, on.slow, groups)
 
 
 def _pair(mesh: Mesh, tensor: DTensor | Layout, placements: Placements | Layout) -> tuple[Layout, Layout]:
@@ -52,7 +52,7 @@ def _pair(mesh: Mesh, tensor: DTensor | Layout, placements: Placements | Layout)
 
 def _lacks(mesh: Mesh, ranks: Sequence[int], pairs: Sequence[tuple[Layout, Layout]]) -> list[list[int]]:
     """For each place of the mesh, the bytes that each rank lacks of what is wanted there."""
-    found = [[0] * len(ranks) for _ in range(mesh.size)]
+    found = [[0] * len(ranks) for _ in range(mesh.size())]
     for have, want in pairs:
         stands = [have.mesh.place(rank) for rank in ranks]
         held = [None if place is None else index_of(have, place) for place in stands]

@@ -91,7 +91,7 @@ class Cuts:
         if found is None:
             factor = self.dims[cut][0]
             keep = factor.axes[: len(factor.axes) - count] if len(self.dims[cut]) == 1 else ()
-            step = len(factor.sizes) // math.prod(self._mesh.shape[axis] for axis in keep)
+            step = len(factor.sizes) // math.prod(self._mesh.axis_sizes[axis] for axis in keep)
             sizes = tuple(sum(factor.sizes[i : i + step]) for i in range(0, len(factor.sizes), step))
             made = (Factor(factor.size, keep, sizes),) if keep else (whole(self.size),)
             found = self._fewer[cut, count] = self.number(made)
@@ -106,7 +106,7 @@ class Cuts:
         found = self._toward.get((cut, axis)) or self._more.get((cut, axis))
         if found is None:
             factor = self.dims[cut][0]
-            chunks = {size: default_sizes(size, (self._mesh.shape[axis],)) for size in set(factor.sizes)}
+            chunks = {size: default_sizes(size, (self._mesh.axis_sizes[axis],)) for size in set(factor.sizes)}
             sizes = tuple([piece for size in factor.sizes for piece in chunks[size]])
             found = self._more[cut, axis] = self.number((Factor(factor.size, (*factor.axes, axis), sizes),))
         return found
@@ -145,21 +145,21 @@ class Space:
     def __init__(self, have: Layout, want: Layout, cap: float, without: Iterable[str], every_group: bool) -> None:
         self.mesh, self.have, self.want, self.cap, self.without = have.mesh, have, want, cap, frozenset(without)
         pooled = tuple(axis for axis, _ in want.partials)
-        self.group = math.prod([self.mesh.shape[axis] for axis in pooled])
+        self.group = math.prod([self.mesh.axis_sizes[axis] for axis in pooled])
         self.cuts = [Cuts(h, w, self.mesh, pooled) for h, w in zip(have.dims, want.dims, strict=True)]
         self.item = have.dtype.itemsize
         self.start: Node = tuple(c.have for c in self.cuts), have.partials
         self.goal: Node = tuple(c.want for c in self.cuts), want.partials
         self._every_group = every_group
         self._links: dict[tuple[str, ...], Link] = {}
-        routes = [route(self.mesh, (axis,)) for axis, n in self.mesh.shape.items() if n > 1]
+        routes = [route(self.mesh, (axis,)) for axis, n in self.mesh.axis_sizes.items() if n > 1]
         self._least = min([link.per_byte for link in routes], default=0.0)
         self.start_seconds = min([link.latency for link in routes], default=0.0)
         # Links alike and exchanges at hand: from what is held, cut towards the target, one exchange brings the rest at the
         # bound of bytes. Other cuts on the way could save a fifth of a start at most.
         at_hand = "exchange" not in self.without and (every_group or not self.mesh.explicit)
         self.straight = len(set(routes)) <= 1 and at_hand and not want.partials
-        self._all = self.mesh.size <= MOST_POINTS
+        self._all = self.mesh.size() <= MOST_POINTS
         self._lacking: dict[Numbers, tuple[int, int]] = {}
         self._wanted = self._held(self.goal[0])
         self._due: dict[Pending, float] = {}
@@ -193,7 +193,7 @@ class Space:
             return 0.0
         if pending not in self._due:
             transfers = reductions(pending, self.want)
-            average = self.want.shape.numel() * self.item * transfers / self.mesh.size
+            average = self.want.shape.numel() * self.item * transfers / self.mesh.size()
             self._due[pending] = max(self.want.nbytes / self.group, average) if transfers else 0.0
         worst, total = self.lacking(cuts)
         least = max(
@@ -229,7 +229,7 @@ class Space:
 
     def ranks(self, axes: tuple[str, ...]) -> int:
         """The number of ranks of a group over axes."""
-        return math.prod([self.mesh.shape[axis] for axis in axes])
+        return math.prod([self.mesh.axis_sizes[axis] for axis in axes])
 
 
 def _alike(kind: str, other: str, have: Layout) -> bool:
@@ -398,10 +398,10 @@ def _grids(mesh: Mesh, counts: tuple[int, ...]) -> tuple[Way, ...]:
     if not counts:
         return ((),)
     found = []
-    axes = [axis for axis, n in mesh.shape.items() if n > 1]
+    axes = [axis for axis, n in mesh.axis_sizes.items() if n > 1]
     for length in range(len(axes) + 1):
         for first in permutations(axes, length):
-            if math.prod(mesh.shape[axis] for axis in first) == counts[0]:
+            if math.prod(mesh.axis_sizes[axis] for axis in first) == counts[0]:
                 rest = _grids(mesh, counts[1:])
                 found += [(first, *others) for others in rest if not any(a in first for other in others for a in other)]
     return tuple(found)

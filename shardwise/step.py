@@ -46,7 +46,7 @@ class Step:
     @property
     def ranks(self) -> int:
         """The number of ranks of one group."""
-        return math.prod([self.before.mesh.shape[axis] for axis in self.axes])
+        return math.prod([self.before.mesh.axis_sizes[axis] for axis in self.axes])
 
     @property
     def bytes(self) -> int:

@@ -47,7 +47,7 @@ def assumed_layout(local: Any, dtype: torch.dtype, mesh: Any, placements: Any, s
         size = list(local)
         for axis, placement in zip(mesh.axes, placements, strict=False):
             if isinstance(placement, Shard) and -len(size) <= placement.dim < len(size):
-                size[placement.dim] = sum(placement.sizes) if placement.sizes else size[placement.dim] * mesh.shape[axis]
+                size[placement.dim] = sum(placement.sizes) if placement.sizes else size[placement.dim] * mesh.axis_sizes[axis]
         shape = tuple(size)
     return make_layout(shape, mesh, placements, dtype, stride)
 

@@ -430,7 +430,7 @@ class _FromLocal(torch.autograd.Function):
         grad = align_grad(grad, ctx.layout.reduced())
         for axis, kind in ctx.layout.partials:
             if kind == "avg":
-                grad = grad / ctx.layout.mesh.shape[axis]
+                grad = grad / ctx.layout.mesh.axis_sizes[axis]
         return grad.to_local() if ctx.left_out is None else torch.zeros_like(ctx.left_out), None
 
 

@@ -138,7 +138,7 @@ def _copy(layout: Layout, place: int) -> tuple[int, int]:
     """Which of the ranks that hold the same piece a rank is, and how many these are."""
     root = layout.mesh.root
     number, copies = 0, 1
-    for axis, size, at in zip(root.axes, root.sizes, root.coordinates[place], strict=True):
+    for axis, size, at in zip(root.axes, root.shape, root.coordinates[place], strict=True):
         if axis not in layout.states:
             number, copies = number * size + at, copies * size
     return number, copies

@@ -76,7 +76,7 @@ def _along(mesh: Mesh, axis: str, other: Callable[[int], int]) -> tuple[int, ...
 
 def _shift(chance: random.Random, mesh: Mesh) -> Any:
     axis, by, wrap = chance.choice(mesh.axes), chance.randint(-3, 3), chance.random() < 0.5
-    size = mesh.shape[axis]
+    size = mesh.axis_sizes[axis]
 
     def other(at: int) -> int:
         return (at + by) % size if wrap else at + by if 0 <= at + by < size else -1
@@ -87,7 +87,7 @@ def _shift(chance: random.Random, mesh: Mesh) -> Any:
 
 def _permutation(chance: random.Random, mesh: Mesh) -> Any:
     axis = chance.choice(mesh.axes)
-    size = mesh.shape[axis]
+    size = mesh.axis_sizes[axis]
     order = [there if chance.random() < 0.7 else -1 for there in chance.sample(range(size), size)]
     back = [order.index(at) if at in order else -1 for at in range(size)]
     return _along(mesh, axis, order.__getitem__), {"permutation": order, "axis": axis}, {"permutation": back, "axis": axis}

@@ -71,7 +71,7 @@ def _cuts(size: int, axes: Sequence[str], mesh: Mesh, odd: bool) -> Iterator[Dim
         yield (cut(size, order, mesh),)
         if not odd or not order:
             continue
-        parts = [mesh.shape[axis] for axis in order]
+        parts = [mesh.axis_sizes[axis] for axis in order]
         last = (0,) * (math.prod(parts) - 1) + (size,)
         yield (Factor(size, order, last),)
         yield (Factor(size, order, tuple(n for part in _uneven(size, parts[0]) for n in default_sizes(part, parts[1:]))),)
@@ -129,7 +129,7 @@ def spread(layout: Layout) -> Bundle:
     for place, piece in enumerate(exact(layout.reduced())):
         point = dict(zip(mesh.axes, mesh.coordinates[place], strict=True))
         for axis, kind in layout.partials:
-            piece = _summand(piece, kind, point[axis], mesh.shape[axis])
+            piece = _summand(piece, kind, point[axis], mesh.axis_sizes[axis])
         pieces.append(piece.clone())
     return Bundle(pieces)
 
@@ -190,7 +190,7 @@ def reduced(pieces: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     if not layout.partials:
         return list(pieces)
     axes = layout.mesh.sorted_axes(axis for axis, _ in layout.partials)
-    scale = math.prod(layout.mesh.shape[axis] for axis, kind in layout.partials if kind == "avg")
+    scale = math.prod(layout.mesh.axis_sizes[axis] for axis, kind in layout.partials if kind == "avg")
     groups = [layout.mesh.peers(place, axes) for place in range(len(pieces))]
     found = [reduce(_REDUCE[layout.partials[0][1]], [pieces[peer] for peer in group]) for group in groups]
     if scale == 1:

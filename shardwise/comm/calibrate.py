@@ -34,7 +34,7 @@ def calibrate(mesh: Mesh) -> dict[str, Link]:
     Link(latency=2e-05, per_byte=2e-11)
     """
     mesh = Mesh.from_torch(mesh)
-    wide = [axis for axis in mesh.axes if mesh.shape[axis] > 1]
+    wide = [axis for axis in mesh.axes if mesh.axis_sizes[axis] > 1]
     if _has_clock(mesh) and wide:
         many = MANY_ON_HOST if mesh.device == "cpu" else MANY_ON_DEVICE
         seconds = [(_seconds(mesh, axis, FEW, IN_A_ROW), _seconds(mesh, axis, many, 1)) for axis in wide]
@@ -50,7 +50,7 @@ def _has_clock(mesh: Mesh) -> bool:
 
 def _seconds(mesh: Mesh, axis: str, received: int, times: int) -> list[float]:
     """The time of an all-gather in which each rank receives so many bytes, or a few more, in every round."""
-    x = torch.zeros(-(-received // (mesh.shape[axis] - 1)), dtype=torch.uint8, device=mesh.device)
+    x = torch.zeros(-(-received // (mesh.axis_sizes[axis] - 1)), dtype=torch.uint8, device=mesh.device)
     together = torch.zeros(1, device=mesh.device)
     finish = torch.get_device_module(torch.device(mesh.device)).synchronize
     found = []

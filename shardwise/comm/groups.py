@@ -100,7 +100,7 @@ class Processes:
         if self.place(mesh) < 0 or (mesh.root in self._ready and not mesh.explicit):
             return
         self._ready.add(mesh.root)
-        axes = [axis for axis, n in mesh.root.shape.items() if n > 1]
+        axes = [axis for axis, n in mesh.root.axis_sizes.items() if n > 1]
         for count in range(1, len(axes) + 1):
             for chosen in combinations(axes, count):
                 if mesh.usable(chosen):

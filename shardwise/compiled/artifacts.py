@@ -70,7 +70,7 @@ def _facts() -> dict[str, Any]:
 def _shapes() -> set[tuple[tuple[str, int], ...]]:
     """The shapes of the meshes made so far in the world that a mesh made now would live in."""
     world = "processes" if dist.is_available() and dist.is_initialized() else "simulated"
-    return {tuple(mesh.shape.items()) for mesh in root_meshes() if mesh.world == world}
+    return {tuple(mesh.axis_sizes.items()) for mesh in root_meshes() if mesh.world == world}
 
 
 def _check(facts: dict[str, Any], source: str, mesh: Mesh | None) -> None:
@@ -87,7 +87,7 @@ def _check(facts: dict[str, Any], source: str, mesh: Mesh | None) -> None:
             f"{source} is for a Shardwise {VERSION} with other rules or code than this one; compile and save it again here"
         )
     shapes = {tuple(shape.items()) for shape in facts["meshes"]}
-    ours = _shapes() if mesh is None else {tuple(mesh.shape.items())}
+    ours = _shapes() if mesh is None else {tuple(mesh.axis_sizes.items())}
     if shapes and not shapes & ours:
         _refuse_meshes(source, shapes, ours)
 

@@ -78,7 +78,7 @@ class Link(NamedTuple):
     def between(axis: Mesh, first: int) -> Link:
         """The link of the stages at `first` and behind it along an axis."""
         root, name = axis.root, axis.named(None)
-        sizes = {**root.shape, name: 2}
+        sizes = {**root.axis_sizes, name: 2}
         ranks = [rank for rank, (at,) in zip(root.ranks, root[name].coordinates, strict=True) if at in (first, first + 1)]
         mesh = Mesh(sizes, sizes.values(), ranks, root.device, root.world, None, root.slow, axis.grouping)
         return Link(mesh[name], (axis.at(first), axis.at(first + 1)))

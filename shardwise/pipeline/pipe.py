@@ -78,9 +78,9 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         axis = mesh.named(None)
-        if len(stages) != mesh.shape[axis]:
+        if len(stages) != mesh.axis_sizes[axis]:
             raise PipelineError(
-                f"axis {axis!r} of mesh {mesh.root} has {mesh.shape[axis]} coordinates and takes as many stages, "
+                f"axis {axis!r} of mesh {mesh.root} has {mesh.axis_sizes[axis]} coordinates and takes as many stages, "
                 f"got {len(stages)}"
             )
         if not is_here(mesh.root):

@@ -89,7 +89,7 @@ class Split:
         if len(sizes) != 1:
             raise PipelineError(f"inputs and targets of a pipeline have one number of rows (dim 0), got {sizes or 'none'}")
         self.microbatches = microbatches
-        self.pieces = max(math.prod(x.mesh.shape[axis] for axis in x.layout.axes_of(0)) for x in several)
+        self.pieces = max(math.prod(x.mesh.axis_sizes[axis] for axis in x.layout.axes_of(0)) for x in several)
         self.rows, left = divmod(sizes[0], self.pieces * microbatches)
         if left or not self.rows:
             raise PipelineError(

@@ -72,7 +72,7 @@ _along("_log_softmax_backward_data", "...[dim], ...[dim] -> ...[dim]", linear=((
 
 
 def _cut(layout: Layout, dims: range) -> bool:
-    return any(layout.mesh.shape[axis] > 1 for d in dims for axis in layout.axes_of(d))
+    return any(layout.mesh.axis_sizes[axis] > 1 for d in dims for axis in layout.axes_of(d))
 
 
 def _uncut(layout: Layout, dims: range) -> Layout:

@@ -62,7 +62,7 @@ def _side_by_side(call: Call) -> bool:
     dims = [(t, d) for t in call.tensors for d in range(min(t.ndim, 2)) if t.shape[d] == channels]
     sizes = [size for t, d in dims for factor in t.dims[d] for size in factor.sizes if factor.axes]
     each = channels // groups
-    return each == 1 or (groups % call["input"].mesh.size == 0 and not any(size % each or not size for size in sizes))
+    return each == 1 or (groups % call["input"].mesh.size() == 0 and not any(size % each or not size for size in sizes))
 
 
 def _own_groups(patterns: Patterns, call: Call, wants: Sequence[Layout]) -> Kernel:

@@ -143,7 +143,7 @@ def _divide(factor: Factor, size: int, mesh: Mesh) -> tuple[Factor, Factor] | No
     if all(n % minor == 0 for n in factor.sizes):
         return Factor(size, factor.axes, tuple(n // minor for n in factor.sizes)), whole(minor)
     for count in range(1, len(factor.axes)):
-        step = math.prod(mesh.shape[axis] for axis in factor.axes[count:])
+        step = math.prod(mesh.axis_sizes[axis] for axis in factor.axes[count:])
         rows = [factor.sizes[i : i + step] for i in range(0, len(factor.sizes), step)]
         full = {row for row in rows if sum(row)}
         if len(full) == 1 and sum(row := full.pop()) == minor:  # the first axes cut rows, the others every row alike

@@ -128,7 +128,7 @@ def placements_of(tensor: Tensor, mesh: Mesh) -> list[tuple[Placement, ...]]:
     if tensor.dtype is not torch.bool:
         options.append(Partial("sum"))
     if mesh.ndim == 1 and tensor.ndim:
-        options.append(Shard(0, sizes=(*(0,) * (mesh.size - 1), tensor.shape[0])))
+        options.append(Shard(0, sizes=(*(0,) * (mesh.size() - 1), tensor.shape[0])))
     return list(itertools.product(options, repeat=mesh.ndim))
 
 

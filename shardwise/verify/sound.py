@@ -77,7 +77,7 @@ class Counterexample:
         """A short program that shows it."""
         trial, sample = self.trial, self.trial.sample
         names = [f"x{number}" for number in range(len(sample.tensors))]
-        axes = ", ".join(f"{axis}={size}" for axis, size in trial.mesh.shape.items())
+        axes = ", ".join(f"{axis}={size}" for axis, size in trial.mesh.axis_sizes.items())
         lines = ["import torch", "import shardwise as sw", "from math import inf, nan", "from shardwise import *", ""]
         lines += [f"mesh = sw.init_mesh({axes})"]
         for name, tensor, placement, x in zip(names, sample.tensors, trial.placements, trial.spread(), strict=True):
@@ -120,7 +120,7 @@ def trials(sample: Sample, rule: Rule) -> Iterator[Trial]:
     for mesh in MESHES:
         if mesh.ndim == 1:
             for candidate in candidates:
-                for sizes in (None, (*(0,) * (mesh.size - 1), -1)):
+                for sizes in (None, (*(0,) * (mesh.size() - 1), -1)):
                     placed = _placed((candidate,), sample, mesh, sizes)
                     if placed is not None:
                         yield Trial(sample, mesh, placed, (candidate,))
@@ -189,7 +189,7 @@ def _placements(tensors: Sequence[Tensor], mesh: Mesh) -> list[Any]:
     for tensor in tensors:
         cuts = [Shard(dim) for dim in range(tensor.ndim)]
         if mesh.ndim == 1:
-            cuts += [Shard(dim, sizes=(tensor.shape[dim], *(0,) * (mesh.size - 1))) for dim in range(tensor.ndim)]
+            cuts += [Shard(dim, sizes=(tensor.shape[dim], *(0,) * (mesh.size() - 1))) for dim in range(tensor.ndim)]
         every.append([Replicate(), *cuts, *map(Partial, kinds_of(tensor))])
     if mesh.ndim == 1 and len(tensors) == 1:
         return [((one,),) for one in every[0]]

@@ -46,7 +46,7 @@ def pieces_of(tensor: Tensor, layout: Layout, turn: int = 0) -> Bundle:
         point = dict(zip(mesh.axes, mesh.coordinates[place], strict=True))
         for number, (axis, kind) in enumerate(layout.partials):
             how = f"{kind} of one" if kind in ("sum", "avg") and number else kind
-            piece = split(piece, how, mesh.shape[axis], turn + number)[point[axis]]
+            piece = split(piece, how, mesh.axis_sizes[axis], turn + number)[point[axis]]
         pieces.append(torch.empty_like(piece, memory_format=torch.preserve_format).copy_(piece))
     return Bundle(pieces)
 

@@ -21,7 +21,7 @@ from shardwise import Mesh, p2p
 
 def functions(mesh: Mesh) -> dict[str, Callable[[Tensor], Tensor]]:
     """By name, functions of a [4, 8] tensor of a rank; peers are relative, so they are one program."""
-    size = mesh.size
+    size = mesh.size()
 
     def ring(x: Tensor) -> Tensor:
         total = x

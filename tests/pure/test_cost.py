@@ -91,7 +91,7 @@ def test_a_route_is_the_mean_over_its_peers(axes: list[tuple[int, float, float]]
         chosen = tuple(axis for axis in mesh.axes if data.draw(st.booleans()))
         found = route(mesh, chosen)
         assert found.per_byte == pytest.approx(mean_over_peers(mesh, chosen), rel=1e-12)
-        assert found.latency == max((links(mesh)[a].latency for a in chosen if mesh.shape[a] > 1), default=0.0)
+        assert found.latency == max((links(mesh)[a].latency for a in chosen if mesh.axis_sizes[a] > 1), default=0.0)
         assert route(mesh, chosen) is found and route(mesh[mesh.axes[0]], chosen) is found
     finally:
         set_links(mesh, dict.fromkeys(mesh.axes, ORDINARY))

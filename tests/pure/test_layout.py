@@ -30,7 +30,7 @@ def drawn_layouts(draw: Any) -> Layout:
         factors = []
         for _ in range(draw(st.integers(1, 2))):
             axes = tuple(free.pop() for _ in range(min(len(free), draw(st.integers(0, 2)))))
-            shards = _product(mesh.shape[axis] for axis in axes)
+            shards = _product(mesh.axis_sizes[axis] for axis in axes)
             pieces = draw(st.lists(st.integers(0, 3), min_size=shards, max_size=shards))
             factors.append(Factor(sum(pieces), axes, tuple(pieces)))
         dims.append(factors)
@@ -52,7 +52,7 @@ def test_the_pieces_are_the_whole(layout: Layout) -> None:
         axes = layout.axes_of(dim)
         held = Counter(i for place in layout.mesh.peers(0, axes) for lo, hi in layout.runs(dim, place) for i in range(lo, hi))
         assert held == Counter(range(layout.shape[dim]))
-    for place in range(layout.mesh.size):
+    for place in range(layout.mesh.size()):
         sizes = tuple(sum(hi - lo for lo, hi in layout.runs(dim, place)) for dim in range(layout.ndim))
         assert sizes == layout.local_shape(place)
 
@@ -142,7 +142,7 @@ def test_a_placement_that_cannot_be() -> None:
 
 def test_sub_meshes_and_coordinates() -> None:
     tp = MESH["tp"]
-    assert (tp.shape, tp.size, tp.root) == ({"tp": 4}, 4, MESH)
+    assert (tp.axis_sizes, tp.shape, tp.size(), tp.root) == ({"tp": 4}, (4,), 4, MESH)
     assert (MESH.coordinate(6), tp.coordinate(6), MESH.coordinate(9)) == ((1, 2), (2,), None)
     assert MESH["dp", "tp"] is MESH and MESH["tp"] is tp
     assert MESH.peers(5, ("tp",)) == (4, 5, 6, 7) and MESH.groups(("dp",)) == ((0, 4), (1, 5), (2, 6), (3, 7))

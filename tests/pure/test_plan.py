@@ -159,7 +159,7 @@ def test_axes_of_one_rank_cost_nothing(sizes: tuple[int, ...]) -> None:
     mesh = mesh_of(*sizes)
     for have, want in pairs(mesh, (4, 6), ALL, 40):
         plan = sw.plan(have, want)
-        assert plan.collectives <= (mesh.size > 1) * 2 and plan.bytes >= plan.lower_bound
+        assert plan.collectives <= (mesh.size() > 1) * 2 and plan.bytes >= plan.lower_bound
 
 
 def test_slow_axes_carry_less() -> None:
@@ -287,7 +287,7 @@ def test_what_is_missing_is_counted_from_sets(sizes: tuple[int, ...], shape: tup
         strided = Layout.of(mesh, [[whole(shape[0])], [whole(shape[1] // 2), Factor(2, ("a",), (1, 1))]])
         every += [(strided, strided.replicated()), (strided.replicated(), strided)]
     for have, want in every:
-        most = max(len(held(want, p) - held(have, p)) for p in range(mesh.size))
+        most = max(len(held(want, p) - held(have, p)) for p in range(mesh.size()))
         assert missing(have, want) == 4 * most == lower_bound(have, want)
 
 

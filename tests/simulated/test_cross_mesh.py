@@ -43,7 +43,7 @@ def layouts(shape: tuple[int, ...], mesh: Mesh, partial: bool = False) -> Iterat
             yield make_layout(shape, mesh, dict(zip(order, placements, strict=True)))
     first, others = mesh.axes[0], [[whole(n)] for n in shape[1:]]
     if shape:
-        lopsided = (*(0,) * (mesh.shape[first] - 1), shape[0])
+        lopsided = (*(0,) * (mesh.axis_sizes[first] - 1), shape[0])
         yield Layout.of(mesh, [[Factor(shape[0], (first,), lopsided)], *others])
         if shape[0] % 2 == 0:
             yield Layout.of(mesh, [[whole(2), cut(shape[0] // 2, (first,), mesh)], *others])
@@ -295,7 +295,7 @@ def test_no_other_order_moves_less(monkeypatch: pytest.MonkeyPatch) -> None:
             return sum(brought(x, mesh, placements, monkeypatch) for x in (d, e))
 
         orders = itertools.permutations(range(5), 4)
-        least = min(cost(Mesh(want.axes, want.sizes, order, "cpu", "simulated")) for order in orders)
+        least = min(cost(Mesh(want.axes, want.shape, order, "cpu", "simulated")) for order in orders)
         assert cost(sw.relabel(want, (d, placements), (e.layout, placements))) == least
 
 

@@ -86,7 +86,7 @@ def test_facts_that_cannot_be(words: dict[str, Any], text: str) -> None:
 
 def test_flattened_axes_are_one_axis_of_a_mesh() -> None:
     flat = PLAIN.flatten("dp", "tp")
-    assert (flat.axes, flat.shape, flat.root.shape) == (("dp_tp",), {"dp_tp": 4}, {"dp_tp": 4, "pp": 2})
+    assert (flat.axes, flat.axis_sizes, flat.root.axis_sizes) == (("dp_tp",), {"dp_tp": 4}, {"dp_tp": 4, "pp": 2})
     for rank in range(8):
         dp, pp, tp = PLAIN.coordinate(rank) or ()
         assert flat.coordinate(rank) == (2 * dp + tp,) and flat.root.coordinate(rank) == (2 * dp + tp, pp)
@@ -96,7 +96,7 @@ def test_flattened_axes_are_one_axis_of_a_mesh() -> None:
 @pytest.mark.parametrize(("axes", "shape"), [(("dp", "pp"), {"dp_pp": 4, "tp": 2}), (("pp", "tp"), {"dp": 2, "pp_tp": 4})])
 def test_neighbours_flattened_leave_the_ranks_in_order(axes: tuple[str, ...], shape: dict[str, int]) -> None:
     root = PLAIN.flatten(*axes).root
-    assert root.shape == shape and root.ranks == PLAIN.ranks
+    assert root.axis_sizes == shape and root.ranks == PLAIN.ranks
 
 
 def test_the_first_of_flattened_axes_varies_slowest() -> None:
@@ -111,7 +111,7 @@ def test_the_first_of_flattened_axes_varies_slowest() -> None:
 
 def test_all_axes_flattened_are_a_root() -> None:
     flat = PLAIN.flatten()
-    assert flat is flat.root and flat.shape == {"dp_pp_tp": 8} and flat.ranks == PLAIN.ranks
+    assert flat is flat.root and flat.axis_sizes == {"dp_pp_tp": 8} and flat.ranks == PLAIN.ranks
     assert PLAIN.flatten("dp", "pp", "tp") is flat
     assert PLAIN["dp", "pp"].flatten() is PLAIN.flatten("dp", "pp")
 

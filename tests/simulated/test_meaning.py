@@ -206,7 +206,7 @@ def test_a_torch_device_mesh_is_a_mesh() -> None:
         device_type = "cpu"
 
     mesh = sw.Mesh.from_torch(DeviceMesh())
-    assert (mesh.shape, mesh.ranks, mesh.world) == ({"dp": 2, "tp": 2}, (0, 1, 2, 3), "processes")
+    assert (mesh.axis_sizes, mesh.ranks, mesh.world) == ({"dp": 2, "tp": 2}, (0, 1, 2, 3), "processes")
 
 
 def test_a_view_of_uneven_pieces_that_lie_otherwise_is_severed() -> None:

@@ -143,7 +143,7 @@ def test_attention_over_cut_heads_communicates_nothing(mesh: Mesh) -> None:
     grouped = [cut[0], *(distributed(randn(2, 3, 3, 4), mesh, [Shard(1)] + [R] * (mesh.ndim - 1)) for _ in range(2))]
     for x in (*cut, *grouped):
         x.requires_grad_()
-    if mesh.axes == ("a",) and mesh.size == 3:
+    if mesh.axes == ("a",) and mesh.size() == 3:
         with sw.communication("forbid"):
             F.scaled_dot_product_attention(*grouped, is_causal=True, enable_gqa=True).sum().backward()
     with sw.trace_comm() as log:

@@ -63,7 +63,7 @@ def start() -> Tensor:
 
 def layouts(mesh: Mesh) -> list[Any]:
     several = [[p] * mesh.ndim for p in (Replicate(), Shard(0), Shard(1), Partial())]
-    return [*several, [Shard(0), Shard(1)]] if mesh.ndim == 2 else [*several, [Shard(1, UNEVEN[mesh.size])]]
+    return [*several, [Shard(0), Shard(1)]] if mesh.ndim == 2 else [*several, [Shard(1, UNEVEN[mesh.size()])]]
 
 
 def same(got: DTensor, want: Tensor, about: str) -> None:

@@ -177,7 +177,7 @@ def test_replicas_agree_to_the_last_bit() -> None:
     for have, want in pairs(pending, most(300), [layout for layout in every if not layout.partials]):
         replicas = {}
         pieces = []
-        for place in range(mesh.size):
+        for place in range(mesh.size()):
             held = [mesh.coordinates[place][mesh.axes.index(axis)] for axis in have.states]
             piece = torch.randn(have.local_shape(place), generator=generator)
             pieces.append(replicas.setdefault(tuple(held), piece))

@@ -167,7 +167,7 @@ def test_take(shape: Any, axes: Any) -> None:
 
 
 def _within(part: Layout, of: Layout) -> bool:
-    held = [[_indices(layout, place) for place in range(layout.mesh.size)] for layout in (part, of)]
+    held = [[_indices(layout, place) for place in range(layout.mesh.size())] for layout in (part, of)]
     return all(a <= b for one, other in zip(*held, strict=True) for a, b in zip(one, other, strict=True))
 
 
@@ -227,7 +227,7 @@ class Watched(Simulated):
         return super().each(function, mesh, *args)
 
     def all_to_all(self, x: Any, send: Any, receive: Any, mesh: Mesh, axes: Any) -> Any:
-        for place in range(mesh.size):
+        for place in range(mesh.size()):
             own = send.at(place)[mesh.peers(place, axes).index(place)]
             self.kept.append(own)
             self.sent.append(sum(send.at(place)) - own)

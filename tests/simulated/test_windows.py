@@ -58,7 +58,7 @@ def cut(shape: torch.Size, mesh: Mesh, chance: random.Random) -> list[Any]:
     for axis in mesh.axes:
         dim = chance.randrange(0 if chance.random() < 0.2 else 2, len(shape))
         free = all(p.dim != dim for p in placements)
-        given = sizes(shape[dim], mesh.shape[axis], chance) if free and chance.random() < 0.5 else None
+        given = sizes(shape[dim], mesh.axis_sizes[axis], chance) if free and chance.random() < 0.5 else None
         placements.append(Shard(dim, given))
     return placements
 
@@ -86,7 +86,7 @@ def calls(chance: random.Random) -> Iterator[tuple[Callable[..., Any], list[Tens
 def test_any_window_of_any_cut(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.windows._seconds", lambda *_: -1.0)  # whatever it costs
     sw.cache_clear()
-    chance, sent = random.Random(mesh.size), 0
+    chance, sent = random.Random(mesh.size()), 0
     torch.manual_seed(0)
     for _ in range(12):
         for function, tensors in calls(chance):
