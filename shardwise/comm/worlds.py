@@ -91,7 +91,7 @@ def init_mesh(
     `slow` names the axes whose links are slow, as between machines: plans and operators then prefer the others. With
     `groups="explicit"` only groups over one axis, and those that `mesh.flatten` made, are used.
 
-    >>> init_mesh(dp=2, tp=4).shape
+    >>> init_mesh(dp=2, tp=4).axis_sizes
     {'dp': 2, 'tp': 4}
     >>> init_mesh(dp=2, tp=4, slow=("dp",), groups="explicit")
     Mesh(dp=2, tp=4, slow=('dp',), groups='explicit')

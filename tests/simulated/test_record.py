@@ -200,7 +200,7 @@ def test_a_simulated_world_has_so_many_ranks():
             init_mesh(dp=2, tp=4)
         with pytest.raises(MeshError, match=r"mesh \(dp=2\) asks for ranks \[4\], the world has ranks 0 to 3"):
             init_mesh(dp=2, ranks=[3, 4])
-    assert init_mesh(dp=2, tp=4).size == 8
+    assert init_mesh(dp=2, tp=4).size() == 8
 
 
 def test_meshes_that_cannot_be():
