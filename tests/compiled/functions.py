@@ -74,7 +74,7 @@ def functions(mesh: sw.Mesh) -> dict[str, Function]:
         "entropy": lambda x, w: F.cross_entropy(x @ w, torch.arange(8)),
         "normed": lambda x, w: F.layer_norm(x @ w, (32,)).square().sum(),
         "whole": lambda x, w: (x @ w).full_tensor().square().sum(),
-        "asked": lambda x, w: (x @ w).sum() * len(x.placements) * x.mesh.size() * x.device_mesh.shape[first] / mesh.ndim,
+        "asked": lambda x, w: (x @ w).sum() * len(x.placements) * x.mesh.size() * x.device_mesh.axis_sizes[first] / mesh.ndim,
         "nothing": lambda x, w: (x.redistribute(placements=nothing) @ w.redistribute(placements=nothing)).square().sum(),
         # what follows has uneven pieces somewhere
         "joined": lambda x, w: torch.cat([x @ w, (x @ w).sin()], 1).square().sum(),
