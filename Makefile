@@ -3,7 +3,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: demo test test-slow lint verify coverage bench bench-moves bench-step clean
+.PHONY: demo test test-slow lint verify coverage bench bench-moves bench-step gpu clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
@@ -35,6 +35,11 @@ bench-moves: $(READY)
 
 bench-step: $(READY)
 	$(BIN)/python benchmarks/step.py
+
+# Where a GPU is, its machine brings the torch that fits it: GPU_PYTHON names the Python that has it.
+GPU_PYTHON ?= python3
+gpu:
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py
 
 clean:
 	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
