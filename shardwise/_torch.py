@@ -11,6 +11,7 @@ import importlib
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
@@ -64,6 +65,7 @@ __all__ = [
     "is_traced_whole",
     "is_wrapper",
     "job_store",
+    "job_timeout",
     "keep_alive",
     "keeps_graph",
     "known",
@@ -268,6 +270,17 @@ AsyncTensor: Any = torch.distributed._functional_collectives.AsyncCollectiveTens
 _c10d: Any = torch.distributed.distributed_c10d
 
 
+def job_timeout() -> timedelta:
+    """How long communication of the job may take: what `init_process_group` was told, or the default of its backend.
+
+    torch gives a new group the default of the backend, whatever the job's own time-out is.
+    """
+    job = _c10d.GroupMember.WORLD
+    options: list[Any] = [getattr(job._get_backend(device), "options", None) for device in job._device_types]
+    found = [option._timeout for option in options if hasattr(option, "_timeout")]
+    return min(found, default=_c10d._get_default_timeout(_c10d.Backend(_c10d._world.pg_map[job][0])))
+
+
 def new_group(ranks: tuple[int, ...], name: str) -> Any:
     """The process group of that name over these ranks in this order, made if it is not there yet; only they come together.
 
@@ -279,8 +292,7 @@ def new_group(ranks: tuple[int, ...], name: str) -> Any:
     if name in known:
         return known[name]
     backend, store = _c10d._world.pg_map[job]
-    timeout = _c10d._get_default_timeout(_c10d.Backend(backend))
-    words = {"timeout": timeout, "device_id": job.bound_device_id}
+    words = {"timeout": job_timeout(), "device_id": job.bound_device_id}
     place = ranks.index(job.rank())
     made, _ = _c10d._new_process_group_helper(len(ranks), place, list(ranks), backend, store, name, **words)
     _c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}

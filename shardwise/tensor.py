@@ -174,9 +174,11 @@ class DTensor(torch.Tensor):
         return f"{name}({self._layout}, mesh={self.mesh})"
 
     def __str__(self) -> str:
-        return f"{self!r}\n{self.data.full_tensor()}"
+        """The layout, and what this rank holds: no communication, so one rank alone may print."""
+        return f"{self!r}\n{_values(self)}"
 
     def __format__(self, spec: str) -> str:
+        """As `str`; a number without dims in the format that is asked for, by `item()`."""
         return format(self.item(), spec) if spec and not self.ndim else str(self)
 
     def tolist(self) -> Any:
@@ -315,6 +317,25 @@ class DTensor(torch.Tensor):
         return hashlib.blake2b(repr((library_key(), facts)).encode(), digest_size=20).hexdigest()
 
 
+def _values(x: DTensor) -> str:
+    """The values of a tensor that are in this process, as text that says which they are."""
+    layout, mesh = x._layout, x.mesh
+    if mesh.world == "simulated":
+        return str(x.data.full_tensor())
+    place = door(mesh).place(mesh)
+    if place < 0:
+        return f"this rank holds nothing of it: it is not in mesh {mesh}"
+    if isinstance(x, Severed) and x.is_stale:
+        return "its values are not here: the tensor that it is a view of was written to; x.full_tensor() on every rank has them"
+    local = str(x._local.detach())
+    if layout is layout.replicated():
+        return local
+    runs = [[f"{start}:{stop}" for start, stop in layout.runs(dim, place)] for dim in range(layout.ndim)]
+    part = f"[{', '.join('+'.join(several) or 'nothing' for several in runs)}]" if runs else "it"
+    pending = "".join(f", pending a {kind} over {axis}" for axis, kind in layout.partials)
+    return f"rank {mesh.root.ranks[place]} holds {part}{pending}; x.full_tensor() on every rank has the whole:\n{local}"
+
+
 def _plain_tangent(tangent: Tensor, form: Any, expected_type: Any = None) -> DTensor | None:
     """What stands for the gradient of a result that nothing was done with: zeros, as an ordinary tensor of the global shape."""
     if expected_type is None or not issubclass(expected_type, DTensor) or not isinstance(form, Form):
@@ -349,8 +370,13 @@ class Severed(DTensor):
         self._source, self._again, self._seen = source, again, _writes(source)
 
     @property
+    def is_stale(self) -> bool:
+        """Whether what this is a view of was written to (or may have been), so that reading this makes it anew."""
+        return hasattr(self, "_seen") and (_writes(self._source) != self._seen or self._seen < 0)
+
+    @property
     def _local(self) -> Tensor:
-        if hasattr(self, "_seen") and (_writes(self._source) != self._seen or self._seen < 0):
+        if self.is_stale:
             self._seen = _writes(self._source)
             fresh = self._again()
             self._held, self._layout = fresh._local, fresh._layout

@@ -32,21 +32,21 @@ Message = tuple[Sequence[int], torch.dtype]
 
 
 @contextlib.contextmanager
-def debug_mode(timeout: float = 300.0, lines: bool = True) -> Iterator[None]:
+def debug_mode(timeout: float | None = None, lines: bool = True) -> Iterator[None]:
     """Inside the block the ranks of a job compare what they are about to communicate, each time before they do: the operator,
     the group, shapes and dtype, and the line of the program. Where they differ every rank raises the same `MismatchError`,
     with what each was about to do, instead of waiting forever; and where a rank does not come any more, because it raised,
     left the block, ended or died, or because ranks wait for each other.
 
-    `timeout` is for how many seconds a rank that lives is waited for. `lines=False` lets ranks meet from different lines. All
-    ranks of the job enter and leave the block together. Programs that were captured, compiled or loaded from a package are
-    compared too. Not seen are the collectives that the program asks of torch.distributed itself, and the making of groups. In a
-    simulated world there is nothing to compare.
+    `timeout` is for how many seconds a rank that lives is waited for: by default, the time-out of the job. `lines=False` lets
+    ranks meet from different lines. All ranks of the job enter and leave the block together. Programs that were captured,
+    compiled or loaded from a package are compared too. Not seen are the collectives that the program asks of torch.distributed
+    itself, and the making of groups. In a simulated world there is nothing to compare.
 
     >>> with debug_mode(timeout=60):
     ...     pass
     """
-    if not timeout > 0:
+    if timeout is not None and not timeout > 0:
         raise WorldError(f"debug_mode waits for a positive number of seconds, got timeout={timeout}")
     now = watching.get() or Watch()
     if now.checks is not None:
@@ -54,7 +54,7 @@ def debug_mode(timeout: float = 300.0, lines: bool = True) -> Iterator[None]:
         return
     with contextlib.ExitStack() as listening:
         checks = Checks(
-            float(timeout),
+            None if timeout is None else float(timeout),
             lines,
             lambda session: listening.enter_context(standing_before(functools.partial(_listener, session))),
         )

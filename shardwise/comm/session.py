@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from .._torch import job_store
+from .._torch import job_store, job_timeout
 from ..errors import MismatchError
 from .context import caller
 
@@ -179,7 +179,8 @@ def _fill(given: Future[T], call: Callable[[], T]) -> None:
 class Session:
     """This rank's part in the checks of a job; to be ended by `leave`."""
 
-    def __init__(self, timeout: float, lines: bool) -> None:
+    def __init__(self, timeout: float | None, lines: bool) -> None:
+        timeout = job_timeout().total_seconds() if timeout is None else timeout
         number = _sessions[dist.group.WORLD] = _sessions.get(dist.group.WORLD, 0) + 1
         self.job, self.rank, self.timeout = dist.group.WORLD, dist.get_rank(), timeout
         self.fields = tuple(name for name in MUST if lines or name != "line")
@@ -417,7 +418,7 @@ class Checks:
 
     __slots__ = ("_begun", "_session", "lines", "timeout")
 
-    def __init__(self, timeout: float, lines: bool, begun: Callable[[Session], None]) -> None:
+    def __init__(self, timeout: float | None, lines: bool, begun: Callable[[Session], None]) -> None:
         self.timeout, self.lines, self._begun = timeout, lines, begun
         self._session: Session | None = None
 

@@ -203,7 +203,6 @@ def run_reading() -> list[Any]:
         lambda: x.full_tensor().tolist(),
         lambda: x.sum().item(),
         lambda: x.tolist(),
-        lambda: str(x).splitlines()[1],
         lambda: bool((x == x).all()),
         lambda: x[x > 1].shape[0],
         lambda: x.to_local().tolist() if dist.get_rank() != 1 else None,
@@ -211,26 +210,49 @@ def run_reading() -> list[Any]:
         lambda: DTensor.from_local(torch.ones(2), mesh, [Shard(0), Replicate()]).shape[0],
         lambda: repr(x + 1),
         lambda: repr(x.to_local()) if dist.get_rank() == 0 else None,
+        lambda: str(x).splitlines()[1:],
     ]
     return [attempt(call) for call in calls]
 
 
 def test_reading(pool: Any) -> None:
     told = pool(4).run(run_reading)
-    assert told[2][:6] == [[0, 1, 2, 3], 6.0, [0, 1, 2, 3], "tensor([0., 1., 2., 3.])", True, 2]
+    assert told[2][:5] == [[0, 1, 2, 3], 6.0, [0, 1, 2, 3], True, 2]
     text = "MeshError: rank 3 is none of the 2 ranks of mesh (dp=2, tp=1) and holds nothing of a tensor on it: "
     remedy = "; redistribute the tensor to a mesh with this rank first, or guard the code with "
     remedy += "`if mesh.coordinate(rank) is not None`"
-    for answer in told[3][:8]:
+    for answer in told[3][:7]:
         assert answer.startswith(text) and answer.endswith(remedy), answer
-    assert "tolist needs its values" in told[3][6] and "its values were asked for" in told[3][0]
-    assert told[3][8] == (
+    assert "tolist needs its values" in told[3][5] and "its values were asked for" in told[3][0]
+    assert told[3][7] == (
         "LayoutError: from_local on a rank that is none of the 2 ranks of mesh (dp=2, tp=1): they do not tell it the shapes of "
         "their pieces; give shape="
     )
-    assert told[1][8] == 4
-    assert {answers[9] for answers in told} == {"DTensor(f32[4@dp], mesh=(dp=2, tp=1))"}
-    assert told[0][10] == "Absent([2], torch.float32, mesh=(dp=2, tp=1))"
+    assert told[1][7] == 4
+    assert {answers[8] for answers in told} == {"DTensor(f32[4@dp], mesh=(dp=2, tp=1))"}
+    assert told[0][9] == "Absent([2], torch.float32, mesh=(dp=2, tp=1))"
+    assert told[2][10] == ["rank 2 holds [2:4]; x.full_tensor() on every rank has the whole:", "tensor([2., 3.])"]
+    assert told[3][10] == ["this rank holds nothing of it: it is not in mesh (dp=2, tp=1)"]
+
+
+def run_printing() -> list[str]:
+    """Each rank prints while the others do something else: where printing communicated, they would meet in it."""
+    mesh = sw.init_mesh(dp=2, tp=2)
+    x = sw.distribute_tensor(torch.arange(8.0).view(4, 2), mesh, {"dp": Shard(0), "tp": Shard(1)})
+    pending = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()], shape=(2,))
+    cases = [x, x.sum(1), x.view(2, 4).transpose(0, 1), pending, sw.ones(2, mesh=mesh), x[0].t()]
+    texts = [f"{case}\n{case!r}" for case in cases] if dist.get_rank() == 3 else []
+    x.redistribute(placements=[Replicate(), Replicate()])
+    return texts
+
+
+def test_one_rank_prints_alone(pool: Any) -> None:
+    whole = "x.full_tensor() on every rank has the whole:"
+    texts = pool(4).run(run_printing)[3]
+    assert f"rank 3 holds [2:4, 1:2]; {whole}\ntensor([[5.],\n        [7.]])" in texts[0]
+    assert f"rank 3 holds [2:4], pending a sum over tp; {whole}\ntensor([5., 7.])" in texts[1]
+    assert f"rank 3 holds [0:2], pending a sum over dp; {whole}\ntensor([1., 1.])" in texts[3]
+    assert texts[4].splitlines()[1] == "tensor([1., 1.])" and len(texts) == 6
 
 
 #: What gives a number or a shape that depends on values, or has no kernel for shapes in torch.
