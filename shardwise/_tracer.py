@@ -1,4 +1,5 @@
-"""What torch's tracer is taught: whole training steps as one graph, tensors taken apart quickly, collectives kept in order.
+"""What torch's tracer is taught: whole training steps as one graph, tensors taken apart quickly, collectives kept in order;
+and what its functions on state dicts are taught.
 
 These change torch's own classes and functions, once, and only what they do for the backends and operators of this library.
 """
@@ -422,3 +423,23 @@ def snapshot(value: Any) -> Callable[[], Any]:
 _WRITTEN = (
     "a block of remat keeps {1}{0} for its backward, and writes to it later; write to a clone of it, or do not keep it (save=)"
 )
+
+
+# ── state dicts ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def teach_state_dicts(cls: type, gather: Callable[[Any], Any], copy: Callable[[Any], Any]) -> None:
+    """Let torch's functions on state dicts gather and copy tensors of a class as they do those of `torch.distributed.tensor`.
+
+    They ask for torch's own classes and have no hook: `get_model_state_dict(full_state_dict=True)` would pass the others on as
+    they are, and whoever saves them on rank 0 would save one shard of each. All of them go through `_iterate_state_dict`.
+    """
+    module: Any = importlib.import_module("torch.distributed._state_dict_utils")
+    iterate, ours = module._iterate_state_dict, {"_gather_state_dict": gather, "_create_cpu_state_dict": copy}
+
+    @functools.wraps(iterate)
+    def taught(value: Any, sharded: Any, distributed: Any, plain: Any, **words: Any) -> Any:
+        own = ours.get(distributed.__qualname__.partition(".")[0]) if isinstance(value, cls) else None
+        return iterate(value, sharded, distributed, plain if own is None else lambda x, *_: own(x), **words)
+
+    module._iterate_state_dict = taught
