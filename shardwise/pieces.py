@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layout import Dim, Factor, Layout, PerRank, Run, canonical, contiguous_stride
+from .layout import Dim, Factor, Layout, PerRank, Run, canonical
 from .mesh import Mesh
 
 # ── equal pieces ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -186,61 +186,74 @@ def _continued(span: Span, there: int, here: int, length: int) -> Span | None:
     return Span(length, span.times + 1, span.there, span.here, *steps)
 
 
-class Lie(NamedTuple):
-    """Where a block lies in a tensor: the dims it takes a part of, with start and length; or, where it lies in stretches, its
-    first position along each dim, and the dim and step of each of the block's sizes."""
+class Cut(NamedTuple):
+    """The part of a dim that a block takes: an interval, or one of `length` at `offset` of each of `times` such intervals."""
 
-    narrows: tuple[tuple[int, int, int], ...]
-    starts: tuple[int, ...]
-    steps: tuple[tuple[int, int], ...]
+    dim: int
+    start: int
+    size: int
+    times: int = 1
+    offset: int = 0
+    length: int = 0
 
 
 class Block(NamedTuple):
-    """A part of a global tensor that two tensors hold, and where it lies in each."""
+    """A part of a global tensor that two tensors hold: its sizes, and where it lies in each, by dims from the last one on."""
 
     sizes: tuple[int, ...]
-    there: Lie
-    here: Lie
+    there: tuple[Cut, ...]
+    here: tuple[Cut, ...]
 
 
 def blocks(source: Index, target: Index) -> tuple[Block, ...]:
     """What tensors that hold `source` and `target` share."""
-    shared = [spans(a, b) for a, b in zip(source, target, strict=True)]
-    return tuple([_block(chosen, shape_of(source), shape_of(target)) for chosen in product(*shared)])
+    sizes = list(zip(shape_of(source), shape_of(target), strict=True))
+    every = zip(source, target, sizes, strict=True)
+    shared = [[part for span in spans(one, other) for part in _fitting(span, *size)] for one, other, size in every]
+    return tuple([_block(chosen, sizes) for chosen in product(*shared)])
 
 
-def _block(chosen: Sequence[Span], source: tuple[int, ...], target: tuple[int, ...]) -> Block:
-    sizes = [n for span in chosen for n in ((span.times, span.length) if span.times > 1 else (span.length,))]
-    lengths = [span.length for span in chosen]
-    there = _lie(lengths, [(span.there, span.times, span.there_step) for span in chosen], source)
-    here = _lie(lengths, [(span.here, span.times, span.here_step) for span in chosen], target)
-    return Block(tuple(sizes), there, here)
+def _fitting(span: Span, there: int, here: int) -> Iterator[Span]:
+    """The span itself where its stretches with their gaps lie inside dims of these sizes; else the last stretch apart."""
+    if span.times > 1 and (span.times * span.there_step > there or span.times * span.here_step > here):
+        yield span._replace(times=span.times - 1)
+        length, times, first, second, there_step, here_step = span
+        there_last, here_last = first + (times - 1) * there_step, second + (times - 1) * here_step
+        yield Span(length, 1, there_last, here_last, length, length)
+    else:
+        yield span
 
 
-def _lie(lengths: Sequence[int], where: Sequence[tuple[int, int, int]], shape: tuple[int, ...]) -> Lie:
-    starts = tuple([start for start, _, _ in where])
-    if all(times == 1 for _, times, _ in where):
-        every = enumerate(zip(starts, lengths, shape, strict=True))
-        return Lie(tuple([(dim, start, length) for dim, (start, length, size) in every if length < size]), (), ())
-    steps = [(dim, n) for dim, (_, times, step) in enumerate(where) for n in ((step, 1) if times > 1 else (1,))]
-    return Lie((), starts, tuple(steps))
+def _block(chosen: Sequence[Span], sizes: Sequence[tuple[int, int]]) -> Block:
+    shape = [n for span in chosen for n in ((span.times, span.length) if span.times > 1 else (span.length,))]
+    every = list(enumerate(zip(chosen, sizes, strict=True)))[::-1]
+    there = [_cut(dim, span.there, span.there_step, span, size) for dim, (span, (size, _)) in every]
+    here = [_cut(dim, span.here, span.here_step, span, size) for dim, (span, (_, size)) in every]
+    return Block(tuple(shape), tuple(filter(None, there)), tuple(filter(None, here)))
 
 
-def part(x: Tensor, sizes: tuple[int, ...], lie: Lie) -> Tensor:
-    """The view of a block in a tensor."""
-    if lie.steps:
-        stride = x.stride()
-        start = sum([first * step for first, step in zip(lie.starts, stride, strict=True)])
-        return x.as_strided(sizes, [stride[dim] * step for dim, step in lie.steps], x.storage_offset() + start)
-    for dim, first, length in lie.narrows:
-        x = x.narrow(dim, first, length)
+def _cut(dim: int, first: int, step: int, span: Span, size: int) -> Cut | None:
+    """The part of a dim of this size that a span takes; None where that is all of it."""
+    if span.times == 1:
+        return Cut(dim, first, span.length) if span.length < size else None
+    offset = max(first + span.times * step - size, 0)  # behind the last stretch the dim may end
+    return Cut(dim, first - offset, span.times * step, span.times, offset, span.length)
+
+
+def part(x: Tensor, cuts: tuple[Cut, ...]) -> Tensor:
+    """The view of a block in a tensor. Not by `as_strided`: where Inductor elides a copy of a slice, it takes an offset into
+    the copy for one into what was sliced."""
+    for dim, start, size, times, offset, length in cuts:
+        x = x.narrow(dim, start, size)
+        if times > 1:
+            x = x.unflatten(dim, (times, size // times)).narrow(dim + 1, offset, length)
     return x
 
 
 def copy(source: Tensor, target: Tensor, shared: Iterable[Block]) -> Tensor:
     """`target`, with what it shares with `source` written into it."""
-    for sizes, there, here in shared:
-        part(target, sizes, here).copy_(part(source, sizes, there))
+    for _, there, here in shared:
+        part(target, here).copy_(part(source, there))
     return target
 
 
@@ -249,7 +262,7 @@ def cut_out(x: Tensor, shape: tuple[int, ...], shared: Sequence[Block]) -> Tenso
     if len(shared) != 1:
         return copy(x, x.new_empty(shape), shared)
     sizes, there, _ = shared[0]
-    found = part(x, sizes, there).clone(memory_format=torch.contiguous_format)
+    found = part(x, there).clone(memory_format=torch.contiguous_format)
     return found if sizes == shape else found.view(shape)
 
 
@@ -261,23 +274,17 @@ class Parcel(NamedTuple):
 
     start: int
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
     shared: tuple[Block, ...]
 
 
 def parcels_out(mine: Index, pieces: Iterable[tuple[int, Index]]) -> list[Parcel]:
     """The pieces, each with its start in a buffer, to be filled from a tensor that holds `mine`."""
-    return [_parcel(start, index, shared) for start, index in pieces if (shared := blocks(mine, index))]
+    return [Parcel(start, shape_of(index), shared) for start, index in pieces if (shared := blocks(mine, index))]
 
 
 def parcels_in(mine: Index, pieces: Iterable[tuple[int, Index]]) -> list[Parcel]:
     """The same, to fill a tensor that holds `mine`."""
-    return [_parcel(start, index, shared) for start, index in pieces if (shared := blocks(index, mine))]
-
-
-def _parcel(start: int, index: Index, shared: tuple[Block, ...]) -> Parcel:
-    shape = shape_of(index)
-    return Parcel(start, shape, contiguous_stride(shape), shared)
+    return [Parcel(start, shape_of(index), shared) for start, index in pieces if (shared := blocks(index, mine))]
 
 
 def in_a_row(pieces: Sequence[Index | None]) -> tuple[tuple[int, ...], list[tuple[int, Index]]]:
@@ -294,8 +301,7 @@ def in_a_row(pieces: Sequence[Index | None]) -> tuple[tuple[int, ...], list[tupl
 def pack(x: Tensor, size: int, parcels: Sequence[Parcel]) -> Tensor:
     """A flat buffer of `size` elements that holds the parcels, all of them in `x`; the rest of it may be anything."""
     if len(parcels) == 1 and len(parcels[0].shared) == 1 and math.prod(parcels[0].shape) == size:
-        sizes, there, _ = parcels[0].shared[0]
-        return part(x, sizes, there).reshape(-1).contiguous()
+        return part(x, parcels[0].shared[0].there).reshape(-1).contiguous()
     buffer = x.new_empty(size)
     for parcel in parcels:
         copy(x, _inside(buffer, parcel), parcel.shared)
@@ -321,7 +327,7 @@ def put_together(buffer: Tensor, shape: tuple[int, ...], parcels: Sequence[Parce
 
 
 def _inside(buffer: Tensor, parcel: Parcel) -> Tensor:
-    return buffer.as_strided(parcel.shape, parcel.stride, buffer.storage_offset() + parcel.start)
+    return buffer.narrow(0, parcel.start, math.prod(parcel.shape)).view(parcel.shape)
 
 
 def padded(x: Tensor, size: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Random programs, compiled and captured as one graph each, mean what they mean operator by operator, forward and backward.
 
-SHARDWISE_COMPILED=1000 tries more of them; SHARDWISE_BACKEND=inductor compiles them to machine code, in some seconds each.
+SHARDWISE_COMPILED=1000 tries more of them. Compiling one to machine code takes some seconds: of these there are fewer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from tests.processes.test_programs import MESHES, same_everywhere
 from tests.simulated.test_programs import describe, programs, run
 
 COUNT = int(os.environ.get("SHARDWISE_COMPILED", "12"))
-BACKEND = os.environ.get("SHARDWISE_BACKEND", "aot_eager")
 
 
 def results(function: Callable[..., Any], inputs: list[Any]) -> list[Tensor]:
@@ -34,7 +33,7 @@ def results(function: Callable[..., Any], inputs: list[Any]) -> list[Tensor]:
     return [v.detach().full_tensor() for v in values] + grads
 
 
-def check(program: Any, place: Callable[..., Any]) -> None:
+def check(program: Any, place: Callable[..., Any], backend: str) -> None:
     axes, inputs, layouts, steps = program
     mesh = sw.init_mesh(**axes)
     spread = [place(x, mesh, p) for x, p in zip(inputs, layouts, strict=True)]
@@ -46,14 +45,14 @@ def check(program: Any, place: Callable[..., Any]) -> None:
         return
     want = results(function, spread)
     torch._dynamo.reset()
-    for how in (torch.compile(function, backend=BACKEND, fullgraph=True), sw.capture(function)):
+    for how in (torch.compile(function, backend=backend, fullgraph=True), sw.capture(function)):
         got = results(how, spread)
         assert len(got) == len(want)
         for i, (one, other) in enumerate(zip(got, want, strict=True)):
             torch.testing.assert_close(one, other, atol=2e-4, rtol=2e-3, equal_nan=True, msg=lambda m, i=i: f"value {i}: {m}")
 
 
-def many(count: int, meshes: list[dict[str, int]] | None, place: Callable[..., Any]) -> int:
+def many(count: int, meshes: list[dict[str, int]] | None, place: Callable[..., Any], backend: str = "aot_eager") -> int:
     """Run `count` programs; gives how many ran."""
     ran = []
 
@@ -64,7 +63,7 @@ def many(count: int, meshes: list[dict[str, int]] | None, place: Callable[..., A
         note(describe(*program))
         if meshes is not None:
             same_everywhere(program)
-        check(program, place)
+        check(program, place, backend)
         ran.append(program)
 
     one()
@@ -77,6 +76,11 @@ def on_this_rank(ranks: int, count: int) -> int:
 
 def test_programs_in_a_simulated_world() -> None:
     assert many(COUNT, None, distributed) >= COUNT
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(2 * COUNT, marks=pytest.mark.slow)])
+def test_programs_compiled_to_machine_code(count: int) -> None:
+    assert many(count, None, distributed, "inductor") >= count
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
