@@ -1,12 +1,15 @@
-"""What packages need of torch's private names: its ahead-of-time compiler, the loader of what that makes, nested values.
+"""What packages and artifact files need of torch's private names: its ahead-of-time compiler, the loader of what that makes,
+nested values, and the caches of what was compiled.
 
-Apart from `_torch.py`, as only packages use them. Supported: torch 2.11 to 2.13.
+Apart from `_torch.py`, as only they use them. Supported: torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -26,8 +29,10 @@ from ._torch import HAS_KEYS
 __all__ = [
     "compile_package",
     "is_group",
+    "keep_artifacts",
     "leaves_with_paths",
     "open_package",
+    "read_artifacts",
     "sizes_of_data",
     "tree_flatten",
     "tree_unflatten",
@@ -112,3 +117,30 @@ def is_group(name: str) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def read_artifacts(data: bytes) -> Any:
+    """torch's artifacts as they were saved, by kind; None where torch cannot read them, or one would be kept outside the
+    compiler's folder. (The public function warns of the first and looks at no name.)"""
+    record = importlib.import_module("torch.compiler._cache").CacheArtifactManager
+    with _quiet("torch.compiler._cache"):
+        found = record.deserialize(data)
+    # Names are paths, but those of profiles, in which torch replaces slashes.
+    names = [artifact.key for kind, several in (found or {}).items() if kind != "pgo" for artifact in several]
+    return None if any(".." in re.split(r"[/\\]", name) or name[:1] in ("/", "\\") for name in names) else found
+
+
+def keep_artifacts(found: Any) -> None:
+    """Put artifacts into torch's caches, so that compiling the same again finds them."""
+    importlib.import_module("torch.compiler._cache").CacheArtifactManager.populate_caches(found)
+
+
+@contextlib.contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """In the block a logger of torch says nothing: what it would warn of is raised."""
+    log = logging.getLogger(logger)
+    log.disabled, before = True, log.disabled
+    try:
+        yield
+    finally:
+        log.disabled = before

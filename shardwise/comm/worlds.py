@@ -7,13 +7,14 @@ import contextlib
 import math
 import os
 from collections.abc import Iterable, Iterator
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from .._torch import tracing_context
 from ..errors import MeshError
-from ..mesh import Mesh
+from ..mesh import Mesh, root_meshes
 from .context import Setting
 from .debug import watched_door
 from .door import Door
@@ -24,6 +25,7 @@ from .simulated import Simulated
 
 _doors: dict[str, Door] = {"processes": Processes(), "simulated": Simulated()}
 _simulated_ranks: Setting[int] = Setting("simulate", 0)
+_asked_for: WeakSet[Mesh] = WeakSet()
 
 
 def door(mesh: Mesh, operator: str = "") -> Door:
@@ -102,7 +104,17 @@ def init_mesh(
     _check_fits(axes, chosen, there, world)
     mesh = Mesh(axes, axes.values(), chosen, device or _default_device(world), world, None, slow, groups)
     door(mesh).ready(mesh)
+    _asked_for.add(mesh)
     return mesh
+
+
+def made_meshes() -> tuple[Mesh, ...]:
+    """The meshes that the user made so far: of simulated ones, those of `init_mesh`, as the verifier makes some of its own.
+
+    >>> init_mesh(rows=3) in made_meshes()
+    True
+    """
+    return tuple(mesh for mesh in root_meshes() if mesh.world == "processes" or mesh in _asked_for)
 
 
 def _find_world(device: str | None, needed: int) -> tuple[str, int]:

@@ -1,7 +1,7 @@
 """`save_artifacts` and `load_artifacts`: compiled programs as one file, shipped from one job to the next.
 
-The file says for which torch, Python, Shardwise and meshes its programs are, and that is checked before anything else in it is
-read: what follows are torch's own artifacts, which are pickles, and native code.
+The file says for which torch, Python, Shardwise and meshes its programs are. That and a digest of the whole file are checked
+before anything in it is unpacked: what follows are torch's own artifacts, which are pickles, and native code.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from ..comm.session import in_job
+from ..comm.worlds import made_meshes
 from ..errors import CompileError
 from ..identity import VERSION, library_key
-from ..mesh import Mesh, root_meshes
+from ..mesh import Mesh
 from .election import Post
 from .job import TIMEOUT
-from .parcel import Parcel, install, loaded_libraries, pack, processor, read_libraries, unpack
+from .parcel import Parcel, install, loaded_libraries, pack, processor, read_libraries, unpack, write_whole
 
 
 def save_artifacts(path: str | Path, *, timeout: float = TIMEOUT) -> None:
@@ -36,7 +37,7 @@ def save_artifacts(path: str | Path, *, timeout: float = TIMEOUT) -> None:
     own = Parcel(_facts(), artifacts, read_libraries(loaded_libraries()))
     names = [] if saved is None else [f"{kind} {key}" for kind, keys in saved[1].artifacts.items() for key in keys]
     if not in_job():
-        Path(path).write_bytes(pack(own))
+        _write(path, own)
     elif dist.get_rank() == 0:
         _collect(path, own, set(names), timeout)
     else:
@@ -47,10 +48,24 @@ def load_artifacts(path: str | Path, mesh: Mesh | None = None) -> None:
     """Take in what `save_artifacts` wrote, so that compiling the same again finds it; every rank calls it, and reads the file.
 
     Refused for another torch, Python, Shardwise or other rules, and for other meshes: one of those of the job that saved must
-    have the axes and sizes of `mesh`, or of a mesh made so far.
+    have the axes and sizes of `mesh`, or of a mesh made so far. A damaged file is refused, and then nothing has been taken in.
+    The file holds pickles and native code, which run when they are used: load only what you trust.
     """
     source = f"artifact file {str(path)!r}"
-    install(unpack(Path(path).read_bytes(), source, lambda facts: _check(facts, source, mesh)))
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CompileError(f"{source} cannot be read: {error.strerror}; give the file that sw.save_artifacts wrote") from None
+    install(unpack(data, source, lambda facts: _check(facts, source, mesh)), source)
+
+
+def _write(path: str | Path, parcel: Parcel) -> None:
+    try:
+        write_whole(Path(path), pack(parcel))
+    except OSError as error:
+        raise CompileError(f"save_artifacts cannot write {str(path)!r}: {error.strerror}; give a file in a folder") from None
 
 
 # ── what a file is for ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -70,11 +85,23 @@ def _facts() -> dict[str, Any]:
 def _shapes() -> set[tuple[tuple[str, int], ...]]:
     """The shapes of the meshes made so far in the world that a mesh made now would live in."""
     world = "processes" if dist.is_available() and dist.is_initialized() else "simulated"
-    return {tuple(mesh.axis_sizes.items()) for mesh in root_meshes() if mesh.world == world}
+    return {tuple(mesh.axis_sizes.items()) for mesh in made_meshes() if mesh.world == world}
+
+
+def _is_told(facts: dict[str, Any]) -> bool:
+    """Whether facts have the form of those that `_facts` gives."""
+    meshes = facts.get("meshes")
+    return (
+        all(type(facts.get(name)) is str for name in ("torch", "python", "version", "library", "processor"))
+        and type(meshes) is list
+        and all(type(shape) is dict and all(type(size) is int and size > 0 for size in shape.values()) for shape in meshes)
+    )
 
 
 def _check(facts: dict[str, Any], source: str, mesh: Mesh | None) -> None:
     """Refuse a file for another world than this one."""
+    if not _is_told(facts):
+        raise CompileError(f"{source} does not say what it is for; save the artifacts again with this library")
     for name, made, here in (
         ("torch", facts["torch"], torch.__version__),
         ("Python", facts["python"], platform.python_version()),
@@ -121,7 +148,7 @@ def _collect(path: str | Path, own: Parcel, have: set[str], timeout: float) -> N
                 rest.append(rank)
         post.put("wanted", json.dumps(rest).encode())
         parcels = [own, *(unpack(_wait(post, f"parcel/{r}", r, timeout), f"rank {r}", lambda facts: None) for r in rest)]
-        Path(path).write_bytes(pack(_merged(parcels)))
+        _write(path, _merged(parcels))
     except Exception as error:
         post.put("error", f"{type(error).__name__}: {error}".encode())
         raise

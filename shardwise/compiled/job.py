@@ -129,7 +129,8 @@ class _Work:
             made = compile_graph(gm, inputs, self._local, settings, at_once=self._shared)
             if self._election is not None and self._election.leads:
                 libraries = read_libraries(loaded_libraries() - before)
-                self._election.publish(pack(Parcel({"processor": processor()}, (artifacts(),), libraries)))
+                saved = artifacts()  # nothing where all of it came from a cache
+                self._election.publish(pack(Parcel({"processor": processor()}, (saved,) if saved else (), libraries)))
             return made
         except CompileError as error:
             self.how = "failed"
@@ -147,7 +148,8 @@ class _Work:
         if self._shared and self._election is None and not is_kept(gm, inputs, words):
             self._election = Election(_digest(self.key, _text(gm), *map(_fact, inputs)), self._timeout)
             if not self._election.leads:
-                install(unpack(self._election.wait(), "what another rank compiled", lambda facts: None))
+                source = "what another rank compiled"
+                install(unpack(self._election.wait(), source, lambda facts: None), source)
                 self.how = "loaded"
         made, worked = compile_local(gm, inputs, words)
         if worked:

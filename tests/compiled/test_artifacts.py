@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 
 import shardwise as sw
-from shardwise.compiled import artifacts, compile, compile_report, load_artifacts, parcel, save_artifacts  # noqa: F401
+from shardwise.comm import worlds
+from shardwise.compiled import artifacts, compile, compile_report, load_artifacts, parcel, save_artifacts
 from shardwise.compiled.parcel import Parcel, pack, unpack
 from shardwise.errors import CompileError
 from tests.compiled.kernels import kernels, settings
@@ -24,7 +26,7 @@ from tests.compiled.kernels import kernels, settings
 def untouched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Unless a test says that it takes artifacts in, doing so is an error."""
     if "takes_in" not in request.node.name:
-        monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda data: pytest.fail("was read before it was checked"))
+        monkeypatch.setattr(parcel, "read_artifacts", lambda data: pytest.fail("was read before it was checked"))
 
 
 def written(path: Path, change: dict[str, Any]) -> Path:
@@ -55,7 +57,7 @@ def test_refused(name: str, tmp_path: Path) -> None:
 
 def test_refused_for_a_given_mesh(tmp_path: Path) -> None:
     saved, other = sw.init_mesh(saved=3), sw.init_mesh(saved=5)
-    path = written(tmp_path / "file", {"meshes": [dict(saved.shape)]})
+    path = written(tmp_path / "file", {"meshes": [dict(saved.axis_sizes)]})
     with pytest.raises(CompileError, match=re.escape("is for the mesh (saved=3), here is (saved=5); make such a mesh first")):
         load_artifacts(path, other)
     with pytest.raises(pytest.fail.Exception, match="was read"):
@@ -64,7 +66,7 @@ def test_refused_for_a_given_mesh(tmp_path: Path) -> None:
 
 def test_refused_before_there_is_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "file", {"meshes": [{"dp": 2}]})
-    monkeypatch.setattr(artifacts, "root_meshes", lambda: ())
+    monkeypatch.setattr(artifacts, "made_meshes", lambda: ())
     with pytest.raises(CompileError, match=r"there is no mesh here yet; load it after sw\.init_mesh, or pass the mesh"):
         load_artifacts(path)
 
@@ -72,11 +74,11 @@ def test_refused_before_there_is_a_mesh(tmp_path: Path, monkeypatch: pytest.Monk
 CUTS: list[tuple[Callable[[bytes], bytes], str]] = [
     (
         lambda data: data[:-3],
-        "is cut short or damaged: it holds .* bytes of programs where .* were saved; copy or save it again",
+        "is cut short or damaged: its .* bytes are not those that were saved; copy or save it again",
     ),
     (lambda data: data[:-1] + b"x", "is cut short or damaged"),
-    (lambda data: data[:60], "is cut short or damaged: its header cannot be read"),
-    (lambda data: data[:24], "is cut short or damaged: its header cannot be read"),
+    (lambda data: data[:60], "is cut short or damaged: its 60 bytes are not those"),
+    (lambda data: data[:24], "is cut short or damaged: its 24 bytes are not those"),
     (lambda data: b"", "is nothing that sw.save_artifacts wrote"),
     (lambda data: b"\x80\x04K\x01.", "is nothing that sw.save_artifacts wrote; save the artifacts again"),
 ]
@@ -94,12 +96,39 @@ def test_damaged(cut: Callable[[bytes], bytes], text: str, tmp_path: Path) -> No
 def test_libraries_stay_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "folder"))
     here = {"processor": parcel.processor()}
-    with pytest.raises(CompileError, match="does not lie in the compiler's folder; do not use them"):
-        parcel.install(Parcel(here, (), {"../evil.so": b""}))
-    parcel.install(Parcel({"processor": "another"}, (), {"ab/cd.so": b"for another CPU"}))
+    with pytest.raises(CompileError, match=r"names a library '\.\./evil\.so', which is none of the compiler's folder"):
+        unpack(pack(Parcel(here, (), {"../evil.so": b""})), "a file", lambda facts: None)
+    parcel.install(Parcel({"processor": "another"}, (), {"ab/cd.so": b"for another CPU"}), "a file")
     assert not (tmp_path / "folder" / "ab").exists()
-    parcel.install(Parcel(here, (), {"ab/cd.main.so": b"library"}))
+    parcel.install(Parcel(here, (), {"ab/cd.main.so": b"library"}), "a file")
     assert (tmp_path / "folder" / "ab" / "cd.main.so").read_bytes() == b"library"
+
+
+def test_importing_and_verifying_make_no_mesh_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verifier's own meshes are in every process, and would fit every file."""
+    monkeypatch.setattr(worlds, "_asked_for", WeakSet())
+    assert artifacts._shapes() == set()
+    path = written(tmp_path / "file", {"meshes": [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}]})
+    with pytest.raises(CompileError, match="there is no mesh here yet"):
+        load_artifacts(path)
+    sw.init_mesh(elsewhere=2)
+    with pytest.raises(CompileError, match=re.escape("for the mesh (a=2) or (a=2, b=2) or (a=3), here is (elsewhere=2)")):
+        load_artifacts(path)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"what was there")
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(parcel.os, "fsync", full)
+    with pytest.raises(CompileError, match=r"save_artifacts cannot write .*: No space left on device"):
+        save_artifacts(path)
+    assert path.read_bytes() == b"what was there" and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(CompileError, match="cannot be read: Is a directory; give the file that"):
+        load_artifacts(tmp_path)
 
 
 def test_parcels_arrive_as_they_were() -> None:
