@@ -86,6 +86,7 @@ __all__ = [
     "register_work",
     "rule_for",
     "schema",
+    "storage_of",
     "trace_local",
     "tracing_context",
     "tree_flatten",
@@ -151,6 +152,12 @@ def knows_conjugates() -> Iterator[None]:
 
 #: Whether two tensors share memory, also of those that have none of their own while a program is traced.
 is_alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+
+def storage_of(x: torch.Tensor) -> int:
+    """Which storage a tensor lies in, as a number: tensors without data that stand for others in a trace have storages too."""
+    return int(x.untyped_storage()._cdata)
+
 
 #: Runs an operator on a wrapper itself, not on what it wraps: how the sizes of a wrapper change in place.
 no_dispatch: Any = torch._C._DisableTorchDispatch

@@ -135,12 +135,11 @@ class DTensor(torch.Tensor):
         return wrap(DTensor, move(self._local, self._layout, wanted, max_bytes=max_bytes), wanted)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
-        """The whole tensor as an ordinary one, on every rank of the mesh."""
+        """The whole tensor as a new ordinary one, on every rank of the mesh: writes to it never reach this tensor."""
         whole = self.redistribute(placements=self._layout.replicated())
-        if whole.requires_grad and torch.is_grad_enabled():
-            found: Tensor = _ToPlain.apply(whole, grad_placements)
-            return found
-        return door(self.mesh).plain(whole._local)
+        differentiable = whole.requires_grad and torch.is_grad_enabled()
+        found: Tensor = _ToPlain.apply(whole, grad_placements) if differentiable else door(self.mesh).plain(whole._local)
+        return found.clone() if whole is self else found
 
     # ── what it is ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -488,9 +487,8 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout) -> DTensor:
         mine = _settled(local.detach())
-        held = _owned(mine, layout)
-        ctx.layout, ctx.left_out = layout, None if held is mine else mine
-        return wrap(DTensor, held, layout)
+        ctx.layout, ctx.left_out = layout, mine if door(layout.mesh).place(layout.mesh) < 0 else None
+        return wrap(DTensor, _owned(mine, layout), layout)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
@@ -521,7 +519,7 @@ def _fitting(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A rank's gradient, if it has the shape of the rank's piece (bundles of uneven pieces go by the shape of the first)."""
     if tuple(grad.shape) != shape:
         raise OperatorError(f"to_local: a gradient of shape {list(grad.shape)} came back for a piece of shape {list(shape)}")
-    return grad
+    return grad.contiguous()  # not one element for all, as of a sum: a leaf keeps what it is given, and adds to it
 
 
 class _ToPlain(torch.autograd.Function):
@@ -534,7 +532,8 @@ class _ToPlain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        local = door(ctx.layout.mesh).replicate(grad, ctx.layout.mesh)
+        # not one element for all, as of a sum: a leaf keeps what it is given, and adds to it
+        local = door(ctx.layout.mesh).replicate(grad.contiguous(), ctx.layout.mesh)
         return of_pieces(local, ctx.layout), None
 
 

@@ -324,3 +324,43 @@ def tangents_and_gradients_of_each_sample() -> None:
     same(torch.func.jvp(torch.sin, (spread,), (torch.ones(3, 4),))[1], x.cos())
     of_each = torch.func.vmap(torch.func.grad(lambda w, y: (y @ w).sum()), in_dims=(None, 0))
     same(of_each(w, spread), x[:, :, None].expand(3, 4, 2))
+
+
+@case(4)
+def a_local_tensor_is_written_through_its_dtensor() -> None:
+    mesh, local = sw.init_mesh(tp=4), torch.zeros(2)
+    x = DTensor.from_local(local, mesh, [Shard(0)])
+    x[0] = 5.0
+    same(x, torch.tensor([5.0, 0, 0, 0, 0, 0, 0, 0]))
+    x.fill_(3.0)
+    assert local.tolist() == [3.0, 3.0], "the tensor that was given is the piece of its rank (simulated: of the first)"
+
+
+@case(4)
+def an_optimizer_step_of_a_parameter_made_from_local_tensors() -> None:
+    parameter = nn.Parameter(DTensor.from_local(torch.zeros(2), sw.init_mesh(tp=4), [Shard(0)]))
+    (parameter * torch.arange(8.0)).sum().backward()
+    torch.optim.SGD([parameter], lr=1.0).step()
+    same(parameter, -torch.arange(8.0))
+
+
+@case(2)
+def what_is_written_to_a_full_tensor_stays_there() -> None:
+    mesh = sw.init_mesh(tp=2)
+    for placements in ([Replicate()], [Shard(0)]):
+        x = sw.zeros(4, mesh=mesh, placements=placements)
+        x.full_tensor().fill_(1.0)
+        x.requires_grad_().full_tensor().mul_(2.0).sum().backward()
+        same(x, torch.zeros(4))
+        same(x.grad, torch.full((4,), 2.0))
+
+
+@case(2)
+def gradients_by_way_of_plain_and_local_tensors_add_up() -> None:
+    x = sw.ones(4, mesh=sw.init_mesh(tp=2)).requires_grad_()
+    for _ in range(2):
+        x.full_tensor().sum().backward()
+    same(x.grad, torch.full((4,), 2.0))
+    for _ in range(2):
+        x.to_local().sum().backward(torch.ones(()) if x.mesh.world == "processes" else sw.Bundle([torch.ones(())] * 2))
+    same(x.grad, torch.full((4,), 4.0))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import OpOverload, make_wrapper, no_dispatch, no_torch_function, schema
+from .._torch import OpOverload, make_wrapper, no_dispatch, no_torch_function, schema, storage_of
 from ..errors import MeshError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh
@@ -36,6 +36,9 @@ def _everywhere(
         return NotImplemented
     kwargs = kwargs or {}
     places = range(_places((args, kwargs)))
+    written = _writes(func)
+    if written is not None and len(places) > 1:
+        written.check(func, args, kwargs)
     outs = [func(*_at_place(args, place), **(kwargs and _at_place(kwargs, place))) for place in places]
     return outputs(func, _bundled(outs, func), args, kwargs)
 
@@ -112,10 +115,23 @@ torch.serialization.add_safe_globals([_rebuild])
 
 
 class _Writes(NamedTuple):
-    """Which outputs of an operator are arguments that it wrote to, by position and by name (None: a new value)."""
+    """Which outputs of an operator are arguments that it wrote to, by position and by name (None: a new value); and all
+    arguments that it writes to."""
 
     sources: tuple[tuple[int, str] | None, ...]
     reshapes: bool
+    targets: tuple[tuple[int, str], ...]
+
+    def check(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse to write what every place has into one ordinary tensor: one value after the other would land there."""
+        for position, name in self.targets:
+            target = kwargs[name] if name in kwargs else args[position] if position < len(args) else None
+            for x in target if isinstance(target, list | tuple) else (target,):
+                if isinstance(x, Tensor) and not isinstance(x, Bundle):
+                    raise WorldError(
+                        f"{func} writes a Bundle, one value for each rank, into an ordinary tensor of shape {list(x.shape)}, "
+                        "which all simulated ranks share; give every rank its own: sw.Bundle([x.clone() for each rank])"
+                    )
 
     def outputs(self, outs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The outputs, with each written argument itself in place of the bundle made for it."""
@@ -151,7 +167,7 @@ def _writes(func: OpOverload) -> _Writes | None:
         return None
     labels = [result.alias_info.before_set if result.alias_info else () for result in signature.returns]
     sources = tuple(next((owner[name] for name in names if name in owner), None) for names in labels)
-    return _Writes(sources, torch.Tag.inplace_view in func.tags)
+    return _Writes(sources, torch.Tag.inplace_view in func.tags, tuple(dict.fromkeys(owner.values())))
 
 
 # ── pieces out of arguments, bundles out of results ───────────────────────────────────────────────────────────────────
@@ -306,8 +322,9 @@ class Simulated:
         return x.pieces[0] if isinstance(x, Bundle) else x
 
     def own(self, x: Tensor, mesh: Mesh, shape: PerRank) -> Tensor:
-        """The bundle itself: every rank has its piece."""
-        return x
+        """A piece for every rank. An ordinary tensor stands for what each made: the first keeps it, the others get copies."""
+        pieces = _pieces(x, mesh)
+        return x if isinstance(x, Bundle) and shared(pieces) is None else Bundle(_apart(pieces))
 
     def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
         """The pieces in the order of the other mesh's ranks."""
@@ -327,6 +344,40 @@ def _pieces(x: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
         _check_places(len(x.pieces), mesh)
         return x.pieces
     return (x,) * len(mesh.ranks)
+
+
+def shared(pieces: Sequence[Tensor]) -> tuple[int, int] | None:
+    """The first two places whose pieces have memory in common, so that a write at one would be one at the other; or None.
+
+    >>> x = torch.zeros(4)
+    >>> shared([x[:2], x[2:]]), shared([x[:2], x[2:], x[1:3]])
+    (None, (0, 2))
+    """
+    if len({storage_of(piece) for piece in pieces}) == len(pieces):
+        return None
+    return next(((i, j) for j, y in enumerate(pieces) for i, x in enumerate(pieces[:j]) if _overlap(x, y)), None)
+
+
+def _apart(pieces: Sequence[Tensor]) -> list[Tensor]:
+    """The pieces, with copies in place of those that have memory in common with one before them."""
+    found: list[Tensor] = []
+    for piece in pieces:
+        found.append(piece.clone() if any(_overlap(piece, other) for other in found) else piece)
+    return found
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors lie in one storage and, from their first to their last element, have some of it in common."""
+    if not x.numel() or not y.numel() or storage_of(x) != storage_of(y):
+        return False
+    (first, last), (start, end) = map(_span, (x, y))
+    return first <= end and start <= last
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Where the first and the last element of a tensor lie in its storage."""
+    first = int(x.storage_offset())
+    return first, first + sum(int((size - 1) * stride) for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def _check_places(count: int, mesh: Mesh) -> None:

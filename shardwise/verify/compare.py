@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Bundle
+from ..comm.simulated import shared
 from ..tensor import DTensor
 from .spread import assembled, flat
 
@@ -47,6 +48,9 @@ def _difference(got: Any, want: Any, relative: float) -> str | None:
     for place, piece in enumerate(got._local.pieces):  # type: ignore[attr-defined]
         if tuple(piece.shape) != got.layout.local_shape(place):
             return f"holds {list(piece.shape)} at rank {place} of {got.layout}, not {list(got.layout.local_shape(place))}"
+    common = shared(got._local.pieces)  # type: ignore[attr-defined]
+    if common is not None:
+        return f"gives ranks {common[0]} and {common[1]} memory in common: a write on one would be one on the other"
     texts = (_numbers(whole, want, relative) for whole in assembled(got))
     return next((f"{text} ({got.layout})" for text in texts if text is not None), None)
 
