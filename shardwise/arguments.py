@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import Any
 
 import torch
 from torch import SymInt, Tensor
 
-from ._torch import probe, quick_call
+from ._torch import dispatch_modes, no_modes, probe, quick_call
 from .errors import MeshError
 from .layout import Layout, contiguous_stride
 from .memo import new_cache
@@ -143,6 +145,66 @@ def _without_data(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_without_data(item) for item in value]
     return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+# ── what torch itself says ────────────────────────────────────────────────────────────────────────────────────────────
+
+#: dtypes of masks.
+MASKS = {torch.bool, torch.uint8}
+#: Elements, of all tensors together, up to which torch's own operator is asked about a call.
+ASKED = 2**16
+
+
+def ask_torch(func: Any, facts: Signature, given: Arguments, kind: type[Exception] = Exception) -> None:
+    """Raise what torch's operator raises on one device for tensors of these shapes and dtypes, whatever is in them, unless they
+    are too large to find out. (On tensors without data, `_on_one_device`, it takes more than its kernels do.)"""
+    if dispatch_modes():
+        with no_modes():
+            return ask_torch(func, facts, given, kind)
+    dtypes = {layout.dtype for layout in given.layouts}
+    sizes = [math.prod(layout.shape) for layout in given.layouts if type(layout) is Layout]
+    here = all(layout.device.type == "cpu" for layout in given.layouts)  # kernels of other devices take other dtypes
+    known = len(sizes) == len(given.layouts) and sum(sizes) <= ASKED and (here or 0 in sizes)
+    if not known or not _checks_its_arguments(func, all(dtype.is_floating_point for dtype in dtypes)):
+        return None
+    if dtypes & MASKS:  # what fits depends on how much a mask selects
+        kind = NotImplementedError
+    positional, named = layouts_shown(given)
+    arguments = {**dict(zip(facts.names, positional, strict=False)), **named}
+    with contextlib.suppress(Exception):  # its kernels raise as well, and tell better why
+        if sum(math.prod(result.shape) for result in _on_one_device(func, arguments)) > ASKED:
+            return None
+    for number in (0, 1):  # an index, or a pivot that counts from one
+        try:
+            with torch.no_grad():
+                func(**{name: _stand_in(value, number) for name, value in arguments.items()})
+        except Exception as error:
+            other = isinstance(error, Warning) or (isinstance(error, NotImplementedError) and not here)
+            if number and isinstance(error, kind) and not other:
+                error.add_note(f"in {facts.name} on {', '.join(map(repr, given.layouts))}")
+                raise
+        else:
+            return None
+    return None
+
+
+def _checks_its_arguments(func: Any, of_floats: bool) -> bool:
+    """Whether an operator may be given any values: internal ones trust indices and sizes, and some crash."""
+    name = func._schema.name.partition("::")[2]
+    internal = "backward" in name or name.startswith("native_") or (name.startswith("_") and not of_floats)
+    return func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags and not internal
+
+
+def _stand_in(value: Any, number: int) -> Any:
+    """A tensor as a layout says, with values that most operators take: invertible matrices, probabilities, indices."""
+    if isinstance(value, tuple):
+        return [_stand_in(item, number) for item in value]
+    if not isinstance(value, Layout):
+        return value
+    continuous = value.dtype.is_floating_point or value.dtype.is_complex
+    if value.ndim < 2 or not continuous:
+        return torch.full(value.shape, 1 if continuous else number, dtype=value.dtype)
+    return torch.eye(*value.shape[-2:], dtype=value.dtype).expand(value.shape).clone()
 
 
 def quickest(func: Any, given: Arguments) -> Any:

@@ -218,7 +218,11 @@ def _require(holds: bool, text: str) -> None:
 
 def _of_uniform(dtype: torch.dtype, low: float, high: float) -> Recipe:
     _require(low <= high, f"uniform numbers from {low} to {high}: give the lower bound first")
-    digits = DIGITS[dtype]
+    largest, digits = torch.finfo(dtype).max, DIGITS[dtype]
+    fits = max(-low, high, high - low) <= largest
+    _require(
+        fits, f"uniform numbers from {low} to {high} of {dtype}: bounds, and what is between them, are {largest} at the most"
+    )
     if low == -high:
         return Recipe("signed", (digits,), math.ldexp(high, -digits))
     below = torch.tensor(high, dtype=dtype)
@@ -232,6 +236,7 @@ def _on_curve(source: str, dtype: torch.dtype, scale: float) -> Recipe:
 
 def _of_normal(dtype: torch.dtype, mean: float, std: float, last: str = "") -> Recipe:
     _require(std >= 0, f"normal numbers with a standard deviation of {std}: it cannot be negative")
+    _require(std > 0 or not last, "log-normal numbers with a standard deviation of 0: it must be positive")
     return _on_curve("normal", dtype, std)._replace(shift=mean, last=last)
 
 
@@ -241,9 +246,8 @@ def _of_exponential(dtype: torch.dtype, rate: float) -> Recipe:
 
 
 def _of_geometric(dtype: torch.dtype, p: float) -> Recipe:
-    _require(0 < p <= 1, f"geometric numbers with a probability of {p}: it must be more than 0, and 1 at the most")
-    scale = 0.0 if p == 1 else -1 / math.log1p(-p)
-    return _on_curve("exponential", dtype, scale)._replace(last="ceil")
+    _require(0 < p < 1, f"geometric numbers with a probability of {p}: it must be more than 0 and less than 1")
+    return _on_curve("exponential", dtype, -1 / math.log1p(-p))._replace(last="ceil")
 
 
 def _of_bernoulli(dtype: torch.dtype, p: float) -> Recipe:
@@ -253,7 +257,22 @@ def _of_bernoulli(dtype: torch.dtype, p: float) -> Recipe:
 
 def _of_integer(dtype: torch.dtype, first: int, last: int) -> Recipe:
     _require(first <= last, f"integers from {first} to less than {last + 1}: there are none; give the lower bound first")
+    least, most = bounds(dtype)
+    text = f"integers from {first} to less than {last + 1} of {dtype}, which holds those from {least} to {most}"
+    _require(least <= first and last <= most, text)
     return Recipe("integer", (int(first), int(last) - int(first) + 1))
+
+
+def bounds(dtype: torch.dtype) -> tuple[int, int]:
+    """The least and the greatest integer of a dtype.
+
+    >>> bounds(torch.uint8), bounds(torch.bool)
+    ((0, 255), (0, 1))
+    """
+    if dtype is torch.bool:
+        return 0, 1
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return int(info.min), int(info.max)
 
 
 def _of_cauchy(dtype: torch.dtype, median: float, sigma: float) -> Recipe:

@@ -15,11 +15,11 @@ import torch
 from torch import SymInt, Tensor
 
 from ._torch import dispatch_modes, no_dispatch, no_modes, raw_call, rebuilt
-from .arguments import WHOLE, Arguments, bind, by_name, quickest
+from .arguments import WHOLE, Arguments, ask_torch, bind, by_name, quickest
 from .comm import door
 from .decide import Decision, decide
-from .errors import OperatorError
-from .fallback import apart, choose, functional, functional_form, is_mixed, on_plain, writes_plain
+from .errors import OperatorError, ShardwiseError
+from .fallback import apart, choose, decompose, functional, functional_form, is_mixed, on_plain, writes_plain
 from .layout import Layout, Number, PerRank, SymbolicLayout
 from .memo import new_cache
 from .mesh import Mesh
@@ -175,14 +175,38 @@ def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     by_default = (*key, torch.get_default_dtype())
     known = _known.get(key) or _known.get(by_default)
     if known is None:
-        decision = _decide(func, signature(func), given)
+        decision = _checked(func, given)
         known = Known(cls, decision, func, given.layouts[0].mesh, len(args))
         if known.makers is not None and decision.call is None:
             known.call = quickest(func, given)
         _decisions.put(by_default if _takes_default_dtype(decision, given.layouts) else key, known)
     else:
         _decisions.hits += 1
-    return _run(cls, func, args, kwargs, known, given)
+    try:
+        return _run(cls, func, args, kwargs, known, given)
+    except (ShardwiseError, Warning):
+        raise
+    except Exception:
+        ask_torch(func, operator.signature, Arguments(cls, operator, args, kwargs))  # it says best what is wrong
+        raise
+
+
+def _checked(func: Any, given: Arguments) -> Decision:
+    """What is decided for a call; what torch refuses is refused. The operator itself refuses what it does not take, so torch is
+    asked only where something else runs in its place, which may take more, or where there is nothing that it could refuse."""
+    facts = signature(func)
+    try:
+        decision = _decide(func, facts, given)
+    except (ShardwiseError, Warning):
+        raise
+    except Exception:
+        ask_torch(func, facts, given)
+        raise
+    if decision.program is decompose or any(0 in layout.shape for layout in given.layouts):
+        ask_torch(func, facts, given)
+    elif (decision.program or decision.kernel) and not all(layout.dtype.is_floating_point for layout in given.layouts):
+        ask_torch(func, facts, given, NotImplementedError)
+    return decision
 
 
 def _symbolic(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Arguments) -> Any:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .comm import door
-from .counter import Draw
+from .counter import DIGITS, Draw, bounds
+from .errors import OperatorError
 from .identity import LIBRARY
 from .layout import Layout, PerRank, Placements, make_layout, written
 from .mesh import Mesh
@@ -162,4 +163,10 @@ def randperm(n: int, *, mesh: Mesh, placements: Placements | None = None, dtype:
     >>> randperm(5, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(0)}).sort().values.full_tensor()
     tensor([0, 1, 2, 3, 4])
     """
-    return _new(((n,),), mesh, placements, dtype or torch.int64, Want("permutation"))
+    dtype = torch.int64 if dtype is None else dtype
+    most = 2 ** DIGITS[dtype] if dtype in DIGITS else bounds(dtype)[1]
+    if dtype is torch.bool or not 0 <= n <= most + 1:
+        raise OperatorError(
+            f"randperm of {n} integers of {dtype}: n is from 0 to {most + 1}, so that the dtype holds every one"
+        )
+    return _new(((n,),), mesh, placements, dtype, Want("permutation"))

@@ -33,7 +33,7 @@ def choose(func: Any, facts: Signature) -> Program:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _refuse if facts.written else seeded
     if func in decompositions:
-        return _decompose
+        return decompose
     return gather
 
 
@@ -48,7 +48,8 @@ def _composite(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     return func.decompose(*args, **kwargs)
 
 
-def _decompose(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+def decompose(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run torch's decomposition of the operator, which may take more than the operator does."""
     try:
         out = decompositions[func](*args, **kwargs)
     except TypeError:  # some decompositions hand `x.layout` on as torch's layout, which a DTensor's is not

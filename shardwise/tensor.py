@@ -30,7 +30,7 @@ from .placement import Placement, Replicate
 from .plan import plan
 from .redistribute import move, run
 from .targets import assumed_layout, checked_layout, target
-from .tools import maker, with_dims, wrap
+from .tools import as_int, by_dim, maker, with_dims, wrap
 
 
 class DTensor(torch.Tensor):
@@ -237,15 +237,15 @@ class DTensor(torch.Tensor):
     # ── writing, copying, pickling ────────────────────────────────────────────────────────────────────────────────────
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        # An integer would select from a dim: a slice of one keeps the dim, and with it a view to write through.
-        several = index if isinstance(index, tuple) else (index,)
-        if not any(type(i) is int for i in several) or not all(i is Ellipsis or type(i) in (int, slice) for i in several):
-            super().__setitem__(index, value)
-            return
-        kept = tuple(slice(i, i + 1 or None) if type(i) is int else i for i in several)
-        if isinstance(value, Tensor) and value.ndim:
-            value = with_dims(value, several, self.ndim)
-        super().__setitem__(kept, value)
+        # An integer would select from a dim: where that is cut, a slice of one keeps it, and with it a view to write through.
+        several = tuple(map(as_int, index)) if isinstance(index, tuple) else (as_int(index),)
+        if all(i is Ellipsis or type(i) in (int, slice) for i in several) and several.count(Ellipsis) <= 1:
+            full = by_dim(several, self.shape)
+            cut = [dim for dim, i in enumerate(full[: self.ndim]) if type(i) is int and self._layout.axes_of(dim)]
+            if isinstance(value, Tensor) and value.ndim:
+                value = with_dims(value, full, cut)
+            index = tuple(slice(i, i + 1 or None) if dim in cut else i for dim, i in enumerate(full))
+        super().__setitem__(index, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) in memo:

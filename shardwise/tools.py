@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import SymInt, Tensor
 
-from ._torch import known, make_wrapper, rebuilt, unseen
+from ._torch import known, make_wrapper, rebuilt, tracing_context, unseen
 from .comm import door
 from .comm.trace import mark_specific
 from .errors import OperatorError
@@ -149,14 +150,40 @@ class Tools:
         raise OperatorError("an operator without a DTensor reached Shardwise; this is a fault of Shardwise")
 
 
-def with_dims(value: Tensor, index: tuple[Any, ...], ndim: int) -> Tensor:
-    """`value` with a dim of size 1 for each integer of the index, so that it fits where integers became slices."""
-    missing = ndim - sum(i is not Ellipsis for i in index)
+#: dtypes of indices; uint8 is one of masks.
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def as_int(index: Any) -> Any:
+    """An index that stands for an integer as one: a 0-d tensor of integers, or a number of another library."""
+    if isinstance(index, Tensor):
+        is_int = not index.ndim and index.dtype in INTEGERS and tracing_context() is None
+    else:
+        is_int = isinstance(index, Integral) and not isinstance(index, bool)
+    return int(index) if is_int else index
+
+
+def by_dim(index: tuple[Any, ...], shape: Sequence[int]) -> list[Any]:
+    """For each dim what an index of integers, slices and one ellipsis says of it. Integers that are no index of their dim are
+    refused: as a slice one would select nothing.
+
+    >>> by_dim((..., 1), (2, 3))
+    [slice(None, None, None), 1]
+    """
+    missing = len(shape) - sum(i is not Ellipsis for i in index)
     full = [i for j in index for i in ([slice(None)] * missing if j is Ellipsis else [j])]
-    full += [slice(None)] * (ndim - len(full))
-    for dim in range(ndim - 1, -1, -1):
-        behind = sum(type(i) is not int for i in full[dim + 1 :])
-        if type(full[dim]) is int and value.ndim >= behind:
-            inserted = sum(type(i) is int for i in full[dim + 1 :])
+    full += [slice(None)] * (len(shape) - len(full))
+    for dim, (i, size) in enumerate(zip(full, shape, strict=False)):
+        if type(i) is int and not -size <= i < size:
+            raise IndexError(f"index {i} is out of bounds for dimension {dim} with size {size}")
+    return full
+
+
+def with_dims(value: Tensor, index: Sequence[Any], dims: Sequence[int]) -> Tensor:
+    """`value` with a dim of size 1 for each of `dims`, where an integer of the index (an entry for each dim) became a slice."""
+    for dim in reversed(dims):
+        behind = sum(type(i) is not int for i in index[dim + 1 :])
+        if value.ndim >= behind:
+            inserted = sum(other > dim for other in dims)
             value = value.unsqueeze(value.ndim - behind - inserted)
     return value

@@ -71,6 +71,14 @@ class _Cuts:
             mine = here if mine is None else mine & here
         return found, mine
 
+    def naming(self, error: Exception, indices: Sequence[Any]) -> Exception:
+        """An operator's error with the index that was given, where it is none of a cut dim."""
+        for dim, piece in self.pieces.items():
+            named = piece.naming(error, indices[dim], -piece.size)
+            if named is not error:
+                return named
+        return error
+
 
 def _read(indexed: Sequence[int], behind: int, call: Call, wants: Sequence[Layout]) -> Any:
     """Read what this rank holds; the rest is zero. `behind`: how many dims of the result come after those of the indices."""
@@ -82,7 +90,11 @@ def _read(indexed: Sequence[int], behind: int, call: Call, wants: Sequence[Layou
         positions, mine = cuts.local(x, indices, numbers, spare=False)
         for dim in cuts.pieces:
             x = at_least_one(x, dim)
-        return keep(op(x, positions), mine[(..., *[None] * behind)])
+        try:
+            found = op(x, positions)
+        except (IndexError, RuntimeError) as error:
+            raise cuts.naming(error, indices) from None
+        return keep(found, mine[(..., *[None] * behind)])
 
     return kernel, *cuts.numbers
 
@@ -99,7 +111,10 @@ def _write(indexed: Sequence[int], call: Call, wants: Sequence[Layout]) -> Any:
         out = x
         for dim in cuts.pieces:
             out = padded(out, dim)
-        out = op(out, positions, values, *args[:count], **kwargs)
+        try:
+            out = op(out, positions, values, *args[:count], **kwargs)
+        except (IndexError, RuntimeError) as error:
+            raise cuts.naming(error, indices) from None
         for dim in cuts.pieces:
             out = out.narrow(dim, 0, x.shape[dim])
         return x.copy_(out) if in_place else out.contiguous()

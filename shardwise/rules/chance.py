@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from .._torch import tracing_context
-from ..counter import DIGITS, Draw
+from ..counter import DIGITS, Draw, recipe
 from ..errors import MeshError, OperatorError
 from ..keep import watched
 from ..layout import Layout, Number, PerRank, whole
@@ -31,6 +31,7 @@ def draw(tools: Any, layout: Layout, how: Draw, generator: Generator | None = No
     layout = layout.reduced()
     if layout.dtype.is_complex:
         return _complex(tools, layout, how, generator)
+    recipe(how, layout.dtype)  # refuses numbers that are none of the distribution's, before any are drawn
     facts = (layout.mesh, how, layout, PerRank(layout.local_shape))
     if tracing_context() is not None:
         key = traced_key(generator)
@@ -70,6 +71,7 @@ def _fill_in_place(tools: Any, op: Any, x: Any, *args: Any, generator: Any = Non
     how = _by(op, layout.dtype, args, kwargs)
     if layout.partials or layout.dtype.is_complex or tracing_context() is not None:
         return x.copy_(draw(tools, layout, how, generator))
+    recipe(how, layout.dtype)
     tools.each(fill_piece, layout.mesh, x, how, box(layout), next_key(generator))
     return x
 
@@ -131,11 +133,34 @@ def _uniform_beside(tools: Any, p: Any, layout: Layout, generator: Any) -> Any:
     return draw(tools, layout.replace(dtype=dtype), UNIFORM, generator)
 
 
+def _checked(tools: Any, x: Any, holds: Callable[[Tensor], Tensor], text: str) -> Any:
+    """A parameter with nothing pending: every rank looks at what it holds of it, but waits for no device that runs ahead."""
+    if not x.dtype.is_floating_point:
+        raise OperatorError(f"{text}, got {x.dtype}; convert it to a dtype of floats")
+    x = tools.move(x, tools.layout(x).reduced()) if tools.is_distributed(x) else x
+    if tracing_context() is None and x.device.type == "cpu":
+        look = partial(_look, holds, text)
+        tools.each(look, tools.layout(x).mesh, x) if tools.is_distributed(x) else look(x)
+    return x
+
+
+def _look(holds: Callable[[Tensor], Tensor], text: str, x: Tensor) -> None:
+    wrong = x[~holds(x)]
+    if wrong.numel():
+        raise OperatorError(f"{text}, got {wrong[0].item()}")
+
+
+def _probabilities(tools: Any, p: Any) -> Any:
+    return _checked(tools, p, lambda p: (p >= 0) & (p <= 1), "bernoulli takes probabilities from 0 to 1, as floats")
+
+
 def _below(tools: Any, op: Any, p: Any, *, generator: Any = None) -> Any:
+    p = _probabilities(tools, p)
     return _uniform_beside(tools, p, tools.layout(p), generator).lt(p).to(p.dtype)
 
 
 def _below_in_place(tools: Any, op: Any, x: Any, p: Any, *, generator: Any = None) -> Any:
+    p = _probabilities(tools, p)
     return x.copy_(_uniform_beside(tools, p, tools.layout(x), generator).lt(p))
 
 
@@ -145,6 +170,11 @@ def _below_new(tools: Any, op: Any, x: Any, p: Any, *, generator: Any = None) ->
 
 def _normal(tools: Any, op: Any, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     """mean + std · normal, either of them a tensor."""
+    deviations = "normal takes standard deviations that are not negative, as floats"
+    if isinstance(std, Tensor):
+        std = _checked(tools, std, lambda std: std >= 0, deviations)
+    else:
+        recipe(Draw("normal", (0.0, std)), torch.float32)
     tensors = [x for x in (mean, std) if tools.is_distributed(x)]
     shape = torch.broadcast_shapes(*(x.shape for x in (mean, std) if isinstance(x, Tensor)))
     layout = tools.layout(max(tensors, key=lambda x: tuple(x.shape) == tuple(shape)))
@@ -206,9 +236,9 @@ _random("rrelu_with_noise_", program=_rrelu)
 
 def _multinomial(tools: Any, op: Any, p: Any, count: int, replacement: bool = False, *, generator: Any = None) -> Any:
     """Indices of weights, row by row: rows stay where they are, each whole."""
+    _check_weights(p, count, replacement)
     layout = tools.layout(p).reduced()
     layout = layout.without(layout.axes_of(layout.ndim - 1)).replace(stride=None)
-    _check_weights(p, count, replacement)
     chosen = Layout.of(layout.mesh, [*layout.dims[:-1], [whole(count)]], (), torch.int64)
     if replacement:
         local = tools.each(_weighted, layout.mesh, tools.move(p, layout), draw(tools, chosen, Draw("bits"), generator))
@@ -219,10 +249,12 @@ def _multinomial(tools: Any, op: Any, p: Any, count: int, replacement: bool = Fa
 
 
 def _check_weights(p: Any, count: int, replacement: bool) -> None:
-    if p.ndim not in (1, 2) or count < 1 or (count > p.shape[-1] and not replacement):
+    several = p.ndim in (1, 2) and p.dtype.is_floating_point and count >= 1
+    if not several or (count > p.shape[-1] and not replacement):
         raise OperatorError(
             f"multinomial: {count} indices {'with' if replacement else 'without'} replacement from weights of shape "
-            f"{list(p.shape)}; it takes a vector or a matrix, gives at least one, and without replacement each at most once"
+            f"{list(p.shape)} of {p.dtype}; it takes a vector or a matrix of floats, gives at least one, and without "
+            "replacement each at most once"
         )
     if tracing_context() is None and not _are_weights(p):
         raise OperatorError(

@@ -27,7 +27,10 @@ def _rows(call: Call, wants: Sequence[Layout]) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         (weight, indices, *rest), numbers = piece.split(args)
         position, mine = piece.local(indices, numbers)
-        found: Tensor = op(at_least_one(weight, 0), position, *rest, **kwargs)
+        try:
+            found: Tensor = op(at_least_one(weight, 0), position, *rest, **kwargs)
+        except (IndexError, RuntimeError) as error:
+            raise piece.naming(error, indices) from None
         return keep(found, mine[..., None])
 
     return kernel, *piece.numbers
@@ -62,7 +65,7 @@ def _bags(tools: Any, op: Any, weight: Any, indices: Any, offsets: Any, *rest: A
     rows = have.dims[0] if mode != MAX and len(have.dims[0]) == 1 else (whole(have.shape[0]),)
     pending = [item for item in have.partials if mode != MAX and item[1] in ("sum", "avg")]
     held = have.replace(dims=[rows, have.dims[1]], partials=pending)
-    kernel = (_own_rows if held.axes_of(0) else _all_rows)(op, words, held.shape[0])
+    kernel = _own_rows(op, words, Piece(held, 0)) if held.axes_of(0) else _all_rows(op, words)
     outs = tools.each(kernel, mesh, tools.move(weight, held), *plain, tools.offset(held, 0))
     summed = [*pending, *((axis, "sum") for axis in held.axes_of(0))]
     bags = Layout.of(mesh, [[whole(outs[0].shape[0])], held.dims[1]], summed, held.dtype)
@@ -72,14 +75,14 @@ def _bags(tools: Any, op: Any, weight: Any, indices: Any, offsets: Any, *rest: A
     return tuple(tools.wrap(x, layout) for x, layout in zip(outs, (bags, *others), strict=True))
 
 
-def _all_rows(op: Any, words: list[Any], size: int) -> Any:
+def _all_rows(op: Any, words: list[Any]) -> Any:
     def kernel(weight: Tensor, indices: Tensor, offsets: Tensor, samples: Any, _: Tensor) -> Any:
         return op(weight, indices, offsets, *words[:3], samples, *words[3:])
 
     return kernel
 
 
-def _own_rows(op: Any, words: list[Any], size: int) -> Any:
+def _own_rows(op: Any, words: list[Any], piece: Piece) -> Any:
     """Rows of other ranks weigh nothing. What comes beside the bags is made of a table of two rows: padding, and not."""
     scale, mode, sparse, last, padding = words
 
@@ -87,10 +90,13 @@ def _own_rows(op: Any, words: list[Any], size: int) -> Any:
         position = indices - start
         counts = indices != padding
         mine = (position >= 0) & (position < weight.shape[0]) & counts
-        elsewhere = torch.where((indices < 0) | (indices >= size), OUTSIDE, 0)
+        elsewhere = torch.where((indices < 0) | (indices >= piece.size), OUTSIDE, 0)
         position = torch.where(mine, position, elsewhere).to(indices.dtype)
         weights = mine.to(weight.dtype) if samples is None else keep(samples, mine)
-        bags = op(at_least_one(weight, 0), position, offsets, scale, SUM, sparse, weights, last, -1)[0]
+        try:
+            bags = op(at_least_one(weight, 0), position, offsets, scale, SUM, sparse, weights, last, -1)[0]
+        except RuntimeError as error:
+            raise piece.naming(error, indices) from None
         few = weight.new_ones(2, 1), counts.to(indices.dtype)
         _, *others = op(*few, offsets, scale, mode, sparse, samples, last, 0 if padding >= 0 else -1)
         if mode == MEAN:

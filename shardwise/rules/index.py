@@ -41,7 +41,10 @@ def _read(call: Call, wants: Sequence[Layout]) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         (x, _, index, *rest), numbers = piece.split(args)
         position, mine = piece.local(index, numbers)
-        found: Tensor = op(at_least_one(x, dim), dim, position, *rest, **kwargs)
+        try:
+            found: Tensor = op(at_least_one(x, dim), dim, position, *rest, **kwargs)
+        except (IndexError, RuntimeError) as error:
+            raise piece.naming(error, index) from None
         if mine.ndim < found.ndim:
             mine = mine.view([-1 if i == dim else 1 for i in range(found.ndim)])
         return keep(found, mine)
@@ -60,7 +63,10 @@ def _write(call: Call, wants: Sequence[Layout]) -> Any:
         (x, _, index, *rest), numbers = piece.split(args)
         length = x.shape[dim]
         position, _ = piece.local(index, numbers, elsewhere=length)
-        out: Tensor = op(padded(x, dim), dim, position, *rest, **kwargs).narrow(dim, 0, length)
+        try:
+            out: Tensor = op(padded(x, dim), dim, position, *rest, **kwargs).narrow(dim, 0, length)
+        except (IndexError, RuntimeError) as error:
+            raise piece.naming(error, index) from None
         return x.copy_(out) if in_place else out.contiguous()
 
     return kernel, *piece.numbers

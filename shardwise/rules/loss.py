@@ -116,7 +116,10 @@ def _own_classes(logits: int) -> Callable[[Call, Sequence[Layout]], Any]:
             target = given[logits + 1].long()
             position, _ = piece.local(target, numbers, IGNORED)
             given[logits + 1] = torch.where(target == ignored, IGNORED, position)
-            return local(*given, **kwargs)
+            try:
+                return local(*given, **kwargs)
+            except (IndexError, RuntimeError) as error:
+                raise piece.naming(error, target[target != ignored]) from None
 
         return kernel, *piece.numbers
 

@@ -23,10 +23,10 @@ class Piece:
     `index`. Any dim will do: cut by several axes, unevenly, or by factors.
     """
 
-    __slots__ = ("factors", "numbers", "size")
+    __slots__ = ("dim", "factors", "numbers", "size")
 
     def __init__(self, layout: Layout, dim: int) -> None:
-        self.factors = layout.dims[dim]
+        self.dim, self.factors = dim, layout.dims[dim]
         self.size = math.prod(factor.size for factor in self.factors)
         self.numbers = tuple(number for factor in self.factors for number in _numbers(layout, factor))
 
@@ -39,7 +39,7 @@ class Piece:
         """The position of each global index in this rank's piece, and which are in it.
 
         `elsewhere` is given for an index that another rank holds, `OUTSIDE` for one that none does: operators then raise what
-        they raise on one device.
+        they raise on one device, and `naming` puts the index into their words.
         """
         position = index - numbers[0]
         mine = (position >= 0) & (position < numbers[1])
@@ -47,6 +47,14 @@ class Piece:
             position, mine = self._by_factor(index, numbers)
         outside = torch.where((index < 0) | (index >= self.size), OUTSIDE, elsewhere)
         return torch.where(mine, position, outside).to(index.dtype), mine
+
+    def naming(self, error: Exception, index: Tensor, least: int = 0) -> Exception:
+        """An operator's error with the index that was given, if one is not from `least` to less than the global size: the
+        operator knows only local positions."""
+        wrong = index[(index < least) | (index >= self.size)]
+        if not wrong.numel():
+            return error
+        return type(error)(f"index {wrong[0].item()} is out of bounds for dimension {self.dim} with size {self.size}")
 
     def _by_factor(self, index: Tensor, numbers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The same for a dim of several factors: an index is a number whose digits are positions in the factors."""

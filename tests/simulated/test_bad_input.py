@@ -108,6 +108,6 @@ def test_an_operator_without_a_rule_is_gathered_visibly() -> None:
 
 
 def test_what_torch_raises_is_raised_with_the_layouts() -> None:
-    with pytest.raises(RuntimeError, match="same reduction dim") as raised:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
         X @ X
     assert raised.value.__notes__ == ["in aten.mm on f32[4@dp, 6], f32[4@dp, 6]"]
