@@ -6,11 +6,13 @@ from .comm.calibrate import calibrate
 from .compiled import Program, capture, compile, compile_report, load_artifacts, save_artifacts
 from .each import each_rank
 from .errors import (
+    ArgumentError,
     CommunicationError,
     CompileError,
     LayoutError,
     MeshError,
     MismatchError,
+    MissingFileError,
     OperatorError,
     PipelineError,
     PlanError,
@@ -37,6 +39,7 @@ from .tensor import DTensor, distribute_tensor
 from .verify.register import rule
 
 __all__ = [
+    "ArgumentError",
     "Bundle",
     "CommunicationError",
     "CompileError",
@@ -46,6 +49,7 @@ __all__ = [
     "Mesh",
     "MeshError",
     "MismatchError",
+    "MissingFileError",
     "OperatorError",
     "Package",
     "Partial",

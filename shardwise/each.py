@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .check import a_function, refuse
 from .comm import Bundle
 
 
@@ -21,6 +22,7 @@ def each_rank(function: Callable[..., Any], *args: Any) -> Any:
     >>> each_rank(lambda x: x.sum() * 2, x).sum().pieces
     (tensor(4.), tensor(6.))
     """
+    a_function(function, "each_rank: function")
     places = {len(x.pieces) for x in args if isinstance(x, Bundle)}
     if not places or torch.compiler.is_compiling():
         return function(*args)
@@ -38,7 +40,10 @@ class _Places:
     def __call__(self, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         out = self.function(*args)
         self.alone[:] = [isinstance(out, Tensor)]
-        return (out,) if self.alone[0] else tuple(out)
+        several = (out,) if self.alone[0] else out
+        if not isinstance(several, tuple | list) or not all(isinstance(x, Tensor) for x in several):
+            refuse("each_rank: what the function gives", "a tensor, or a tuple of tensors", out)
+        return tuple(several)
 
 
 class _Each(torch.autograd.Function):

@@ -1,6 +1,8 @@
 """Every exception Shardwise raises.
 
     ShardwiseError
+    ├── ArgumentError        an argument of a wrong type, or of a value that no call takes
+    │   └── MissingFileError a file to read that is not there
     ├── MeshError            a mesh that cannot be: unknown axis, wrong size, ranks the world does not have
     ├── LayoutError          a layout that cannot be: wrong dim, too few placements, mixed Partials
     ├── PlanError            a redistribution that cannot be planned: too little memory, no groups, another world
@@ -19,6 +21,14 @@ each rank what it waited for, and a MismatchError tells all what one of them fou
 
 class ShardwiseError(Exception):
     """The root of all errors of this library."""
+
+
+class ArgumentError(ShardwiseError, TypeError, ValueError):
+    """An argument that no call takes: its text names the parameter, what it was given and what is allowed."""
+
+
+class MissingFileError(ArgumentError, FileNotFoundError):
+    """A file to read that is not there."""
 
 
 class MeshError(ShardwiseError, ValueError):

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .check import a_dtype, a_tensor, optional, refuse
+from .errors import OperatorError
+
 #: By the dims of the factors: t tokens in the order of their e experts, o the offsets.
 GROUPED = {
     (2, 3): "t k, e k n, o -> t n",
@@ -35,10 +38,28 @@ def grouped_mm(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, out_
             [20., 30.],
             [40., 50.]])
     """
+    _check(mat_a, mat_b, offs, out_dtype)
     if _is_known(mat_a, mat_b):
         return F.grouped_mm(mat_a, mat_b, offs=offs, out_dtype=out_dtype)
     out: Tensor = torch.ops.shardwise.grouped_mm(mat_a, mat_b, offs, None, out_dtype)
     return out
+
+
+def _check(mat_a: Any, mat_b: Any, offs: Any, out_dtype: Any) -> None:
+    for name, x in (("mat_a", mat_a), ("mat_b", mat_b)):
+        a_tensor(x, f"grouped_mm: {name}")
+        if x.ndim not in (2, 3):
+            refuse(f"grouped_mm: {name}", "a tensor of two or three dims", x)
+    if mat_a.dtype != mat_b.dtype or optional(a_dtype, out_dtype, "grouped_mm: out_dtype") not in (None, mat_a.dtype):
+        kinds = f"{mat_a.dtype}, {mat_b.dtype}, {out_dtype}"
+        raise OperatorError(f"grouped_mm: mat_a, mat_b and out_dtype are of one dtype, got {kinds}")
+    if (mat_a.ndim, mat_b.ndim) != (2, 2) and mat_a.shape[-1] != mat_b.shape[-2]:
+        raise OperatorError(
+            f"grouped_mm of mat_a {list(mat_a.shape)} and mat_b {list(mat_b.shape)}: the size that is summed over is not one"
+        )
+    ends = None if mat_a.ndim == mat_b.ndim == 3 else "a tensor of int32 with the end of each group"
+    if (offs is None) != (ends is None) or (ends and (not isinstance(offs, Tensor) or offs.dtype != torch.int32)):
+        refuse("grouped_mm: offs", f"{ends} for {mat_a.ndim} and {mat_b.ndim} dims", offs)
 
 
 def _is_known(x: Tensor, w: Tensor) -> bool:

@@ -18,7 +18,8 @@ from torch import SymBool, SymInt, Tensor
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from ._torch import is_decomposing
-from .errors import OperatorError
+from .check import integer
+from .errors import ArgumentError, OperatorError
 
 #: Elements of a block for each thread of the host: torch gives a thread no fewer, and a few blocks fit into its cache.
 BLOCK = 32768
@@ -44,12 +45,21 @@ def int_pow(base: Tensor | int, exponent: Tensor | int) -> Tensor:
     >>> int_pow(torch.tensor([-1, 2, 3]), torch.tensor([-3, -1, 4]))
     tensor([-1,  0, 81])
     """
+    _check_given(base, exponent)
     if isinstance(exponent, Tensor):
         number = not isinstance(base, Tensor)
         return power(base, exponent, _with_number(exponent)) if number else torch.ops.shardwise.int_pow.Tensor(base, exponent)
     if torch.compiler.is_compiling() and type(base) is Tensor and has_static_value(exponent):
         return _decomposed(base, exponent, _with_number(base))
     return torch.ops.shardwise.int_pow(base, exponent)
+
+
+def _check_given(base: Any, exponent: Any) -> None:
+    numbers = [(name, x) for name, x in (("base", base), ("exponent", exponent)) if not isinstance(x, Tensor)]
+    for name, x in numbers:
+        integer(x, f"int_pow: {name}", -(2**63), 2**63 - 1)
+    if len(numbers) == 2:
+        raise ArgumentError("int_pow: base, exponent or both are tensors of integers, got two numbers; use base**exponent")
 
 
 def power(base: Any, exponent: Any, dtype: torch.dtype) -> Tensor:

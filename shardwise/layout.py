@@ -22,6 +22,7 @@ import torch
 from torch import SymInt
 
 from ._torch import OpaqueBaseMeta, constant_type, hint, known, quotient
+from .check import several, shown
 from .errors import LayoutError, MeshError
 from .mesh import Mesh, quote
 from .placement import Partial, Placement, Replicate, Shard, read_placement
@@ -500,7 +501,7 @@ def make_layout(
     size = tuple(n if isinstance(n, SymInt) else int(n) for n in shape)
     cuts: list[list[tuple[str, Shard]]] = [[] for _ in size]
     partials = []
-    for axis, placement in _by_axis(mesh, placements).items():
+    for axis, placement in by_axis(mesh, placements).items():
         if isinstance(placement, Shard):
             cuts[_dim(placement.dim, size, mesh, axis)].append((axis, placement))
         elif isinstance(placement, Partial):
@@ -536,15 +537,17 @@ def as_read(text: str) -> Any:
     return tuple(read_placement(word) for word in words)
 
 
-def _by_axis(mesh: Mesh, placements: Placements) -> dict[str, Placement]:
+def by_axis(mesh: Mesh, placements: Placements) -> dict[str, Placement]:
+    """What a user wants of each axis, checked as far as it can be without a tensor."""
     if isinstance(placements, Mapping):
         for axis in placements:
             if axis not in mesh.axis_sizes:
-                raise MeshError(f"mesh {mesh} has no axis {axis!r}; its axes are {', '.join(mesh.axes)}")
+                raise MeshError(f"placements: mesh {mesh} has no axis {shown(axis)}; its axes are {', '.join(mesh.axes)}")
         given = dict(placements)
     else:
         if isinstance(placements, Placement):
             placements = (placements,)
+        placements = several(placements, "placements", "one Shard, Replicate or Partial for each axis, or these by axis name")
         if len(placements) != mesh.ndim:
             raise LayoutError(
                 f"mesh {mesh} has {mesh.ndim} axes and takes {mesh.ndim} placements, got {len(placements)}: "
@@ -553,7 +556,7 @@ def _by_axis(mesh: Mesh, placements: Placements) -> dict[str, Placement]:
         given = dict(zip(mesh.axes, placements, strict=True))
     for axis, placement in given.items():
         if not isinstance(placement, Placement):
-            raise LayoutError(f"axis {axis!r} takes Shard, Replicate or Partial, got {placement!r}")
+            raise LayoutError(f"placements: axis {axis!r} takes Shard, Replicate or Partial, got {shown(placement)}")
     return given
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from .errors import ShardwiseError
+from .check import choice
 
 #: The caches of what was chosen by its price and by the groups at hand: they must forget when either changes.
 CHOICES = ("decisions", "plans")
@@ -115,8 +115,7 @@ def cache_clear(*names: str) -> None:
     0
     """
     for name in names:
-        if name not in _caches:
-            raise ShardwiseError(f"no cache is called {name!r}; there are {', '.join(sorted(_caches))}")
+        choice(name, "cache_clear: a name of *names", sorted(_caches))
     for name in names or _caches:
         cache = _caches[name]
         cache.entries.clear()

@@ -19,6 +19,7 @@ from urllib.parse import quote as _quote
 from urllib.parse import unquote
 
 from ._torch import OpaqueBaseMeta, constant_type
+from .check import shown
 from .errors import MeshError
 from .memo import CHOICES, cache_clear
 
@@ -271,8 +272,8 @@ class Mesh(metaclass=OpaqueBaseMeta):
         """The size of one axis."""
         try:
             return self.axis_sizes[axis]
-        except KeyError:
-            raise MeshError(f"mesh {self} has no axis {axis!r}; its axes are {', '.join(self.axes)}") from None
+        except (KeyError, TypeError):
+            raise MeshError(f"mesh {self} has no axis {shown(axis)}; its axes are {', '.join(self.axes)}") from None
 
     def place(self, rank: int) -> int | None:
         """Where `rank` stands in the root's list of ranks, or None if it does not take part."""

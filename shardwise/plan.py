@@ -10,14 +10,16 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .bounds import lower_bound
+from .check import choice, instance, integer, optional, several
 from .cost import Link, links, route
 from .denote import prove
 from .errors import LayoutError, PlanError
 from .layout import Factor, Layout, default_sizes
 from .memo import memo
-from .search import AT_HAND, search, seconds
+from .search import AT_HAND, STARTS, search, seconds
 from .step import LOCAL, Step
 
 #: Ways to plan that `Plan.explain` compares with the chosen one: steps left out, and whether the memory bound is lifted.
@@ -169,12 +171,22 @@ def plan(have: Layout, want: Layout, max_bytes: int | None = None, without: Iter
     f32[8, 4 | sum@a, sum@b] → f32[8, 4]: 1 collective, 192 bytes received (at least 192: 1.00), peak 128 bytes, 20 µs
       all_reduce over a,b  → f32[8, 4]  192 bytes
     """
-    return _plan(have.concrete, want.concrete, max_bytes, tuple(without))
+    try:
+        start, goal, left_out = have.concrete, want.concrete, without if type(without) is tuple else _kinds(without)
+    except AttributeError:  # looked at only here, since every move comes this way
+        for name, layout in (("have", have), ("want", want)):
+            instance(layout, Layout, f"plan: {name}", "a Layout, such as x.layout or sw.layout(...)")
+        raise
+    return _plan(start, goal, max_bytes, left_out)
+
+
+def _kinds(without: Any) -> tuple[Any, ...]:
+    return several(without, "plan: without", f"several of {', '.join(STARTS)}")
 
 
 @memo("plans", limit=4096)
 def _plan(have: Layout, want: Layout, max_bytes: int | None, without: tuple[str, ...]) -> Plan:
-    _check(have, want, max_bytes)
+    _check(have, want, max_bytes, without)
     start, goal = _lifted(have, want)
     cap = max(have.nbytes, want.nbytes) if max_bytes is None else max_bytes
     on_one = start.mesh is goal.mesh
@@ -191,7 +203,10 @@ def _lifted(have: Layout, want: Layout) -> tuple[Layout, Layout]:
     return have.replace(mesh=root), want.replace(mesh=root)
 
 
-def _check(have: Layout, want: Layout, max_bytes: int | None) -> None:
+def _check(have: Layout, want: Layout, max_bytes: int | None, without: tuple[str, ...]) -> None:
+    optional(integer, max_bytes, "plan: max_bytes", 0)
+    for kind in without:
+        choice(kind, "plan: without", STARTS)
     if have.shape != want.shape or have.dtype != want.dtype:
         raise LayoutError(f"redistribute changes where a tensor lies, not its shape or dtype: {have} to {want}")
     for one, other in ((have.mesh.world, want.mesh.world), (have.mesh.device, want.mesh.device)):

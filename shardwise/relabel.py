@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .check import integers, refuse
 from .errors import MeshError
 from .layout import Layout, Placements, make_layout
 from .mesh import Mesh
@@ -30,16 +31,26 @@ def relabel(mesh: Mesh | Any, *moves: tuple[DTensor | Layout, Placements | Layou
     on = Mesh.from_torch(mesh)
     if on.root is not on:
         raise MeshError(f"relabel takes a whole mesh, got the part {on} of {on.root}; relabel that and take the part of it")
-    pairs = [_pair(on, tensor, placements) for tensor, placements in moves]
-    ranks = sorted(set(among) if among is not None else {*on.ranks, *(rank for have, _ in pairs for rank in have.mesh.ranks)})
+    pairs = [_pair(on, *_move(move)) for move in moves]
+    ranks = sorted(
+        set(integers(among, "relabel: among", 0))
+        if among is not None
+        else {*on.ranks, *(rank for have, _ in pairs for rank in have.mesh.ranks)}
+    )
     if len(ranks) < on.size():
-        raise MeshError(f"relabel: mesh {on} has {on.size()} ranks, and there are only {len(ranks)} to choose from: {ranks}")
+        raise MeshError(f"relabel: mesh {on} has {on.size()} ranks, and among={ranks} are only {len(ranks)} to choose from")
     lacks = _lacks(on, ranks, pairs)
     chosen = _assigned([_with_ties(row, place, on.size()) for place, row in enumerate(lacks)])
     if set(on.ranks) <= set(ranks) and _total(lacks, map(ranks.index, on.ranks)) == _total(lacks, chosen):
         return on
     groups = "explicit" if on.explicit else "auto"
     return Mesh(on.axes, on.shape, [ranks[i] for i in chosen], on.device, on.world, None, on.slow, groups)
+
+
+def _move(move: Any) -> tuple[DTensor | Layout, Any]:
+    if not isinstance(move, tuple | list) or len(move) != 2 or not isinstance(move[0], DTensor | Layout):
+        refuse("relabel: a move of *moves", "a pair of a DTensor, or the layout of one, and its placements on the mesh", move)
+    return move[0], move[1]
 
 
 def _pair(mesh: Mesh, tensor: DTensor | Layout, placements: Placements | Layout) -> tuple[Layout, Layout]:

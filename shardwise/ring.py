@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .attend import Way, accumulated, attend, attend_backward, joined
+from .check import a_tensor, flag, number, optional
 from .comm import PerRank, door
 from .comm.messages import Batch, Shape
 from .errors import OperatorError
@@ -53,6 +54,11 @@ def ring_attention(
     >>> y, log.counts()
     (DTensor(f32[2, 4, 13@sp, 8], mesh=(sp=4)), {'p2p': 3})
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        a_tensor(x, f"ring_attention: {name}")
+    flag(is_causal, "ring_attention: is_causal")
+    flag(enable_gqa, "ring_attention: enable_gqa")
+    optional(number, scale, "ring_attention: scale")
     kind = query.device.type
     if torch.is_autocast_enabled(kind) and query.dtype is not torch.float64:
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))

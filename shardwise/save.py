@@ -22,6 +22,7 @@ from types import CodeType
 from typing import Any
 
 from ._torch import OpaqueBaseMeta, constant_type
+from .check import a_text, integer, shown
 from .errors import RematError
 
 __all__ = [
@@ -81,7 +82,7 @@ class Policy(metaclass=OpaqueBaseMeta):
 
     def choose(self, made: Made, op: Any = None, args: Sequence[Any] = ()) -> Choice:
         """What becomes of the results of a call."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it keeps; give it a method `choose`")
+        raise RematError(f"{type(self).__name__} does not say what it keeps; give it a method `choose`")
 
     def __or__(self, other: Policy) -> Policy:
         return _Pair("|", self, _checked(other))
@@ -104,7 +105,7 @@ class Policy(metaclass=OpaqueBaseMeta):
 
 def _checked(policy: object) -> Policy:
     if not isinstance(policy, Policy):
-        raise RematError(f"{policy!r} is no policy: combine those of `sw.save`, or make one of a function by `sw.save.by`")
+        raise RematError(f"{shown(policy)} is no policy: combine those of `sw.save`, or make one of a function by `sw.save.by`")
     return policy
 
 
@@ -228,13 +229,15 @@ def operators(*ops: Any) -> Policy:
     >>> operators(torch.ops.aten.mm, "aten.sin.default")
     save.operators('aten.mm', 'aten.sin.default')
     """
-    return _Operators(tuple(sorted({name if isinstance(name, str) else _named(name) for name in ops})))
+    return _Operators(tuple(sorted({_named(op) for op in ops})))
 
 
 def _named(op: Any) -> str:
-    name = str(op)
-    if not callable(op) or "." not in name:
-        raise RematError(f"{op!r} is no operator: give `torch.ops.aten.mm`, one of its overloads, or a name such as 'aten.mm'")
+    name = str(op) if isinstance(op, str) or callable(op) else ""
+    if "." not in name or " " in name:
+        raise RematError(
+            f"{shown(op)} of *ops is no operator: give `torch.ops.aten.mm`, one of its overloads, or a name such as 'aten.mm'"
+        )
     return name
 
 
@@ -297,7 +300,7 @@ def regions(pattern: str) -> Policy:
     >>> regions("blocks.0*")
     save.regions('blocks.0*')
     """
-    return _Regions(pattern)
+    return _Regions(a_text(pattern, "save.regions: pattern", "a text with the name of a region, such as 'blocks.*'"))
 
 
 def up_to(limit: int) -> Policy:
@@ -306,7 +309,7 @@ def up_to(limit: int) -> Policy:
     >>> matmuls & up_to(64 * 2**20)
     save.matmuls & save.up_to(67108864)
     """
-    return _UpTo(int(limit))
+    return _UpTo(integer(limit, "save.up_to: limit", 0))
 
 
 def by(function: Callable[[Any, Sequence[Any], Made], Choice | str]) -> Policy:
@@ -319,7 +322,7 @@ def by(function: Callable[[Any, Sequence[Any], Made], Choice | str]) -> Policy:
     <Choice.MUST_SAVE: 2>
     """
     if not callable(function):
-        raise RematError(f"{function!r} is no function of an operator, its arguments and a `sw.save.Made`")
+        raise RematError(f"{shown(function)} is no function of an operator, its arguments and a `sw.save.Made`")
     return _By(function)
 
 

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import MismatchError, ShardwiseError, WorldError
+from ..check import flag, number, optional
+from ..errors import MismatchError, ShardwiseError
 from ..layout import DTYPES, PerRank
 from ..mesh import Mesh, group_named
 from .context import caller, callers
@@ -46,8 +47,8 @@ def debug_mode(timeout: float | None = None, lines: bool = True) -> Iterator[Non
     >>> with debug_mode(timeout=60):
     ...     pass
     """
-    if timeout is not None and not timeout > 0:
-        raise WorldError(f"debug_mode waits for a positive number of seconds, got timeout={timeout}")
+    optional(number, timeout, "debug_mode: timeout", 0.0)
+    flag(lines, "debug_mode: lines")
     now = watching.get() or Watch()
     if now.checks is not None:
         yield  # blocks inside one another are one

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from ..check import choice, integer
 from ..errors import CommunicationError
 from .context import Line, Setting, caller
 
@@ -37,9 +38,8 @@ def communication(mode: str, over_bytes: int = 0) -> Iterator[None]:
     >>> with communication("forbid", over_bytes=1024):
     ...     check("aten.mm", 512, lambda: "f32[8, 16@tp]")
     """
-    if mode not in MODES:
-        raise CommunicationError(f"communication({mode!r}) is not known; use {', '.join(MODES)}")
-    with policy.set(Policy(mode, int(over_bytes))):
+    choice(mode, "communication: mode", MODES)
+    with policy.set(Policy(mode, integer(over_bytes, "communication: over_bytes", 0))):
         yield
 
 

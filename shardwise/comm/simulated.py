@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._torch import OpOverload, make_wrapper, no_dispatch, no_torch_function, schema, storage_of
+from ..check import a_tensor, flag, integers, optional, several
 from ..errors import MeshError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh
@@ -60,10 +61,10 @@ class Bundle(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[Bundle], pieces: Iterable[Tensor], requires_grad: bool = False, stride: Any = None) -> Bundle:
-        pieces = tuple(pieces)
-        if not pieces:
-            raise WorldError("a Bundle holds at least one piece, got none")
+        pieces = _checked_pieces(pieces)
         first = pieces[0]
+        flag(requires_grad, "Bundle: requires_grad")
+        optional(integers, stride, "Bundle: stride", 0)
         self: Bundle = make_wrapper(
             cls,
             first.shape,
@@ -105,6 +106,21 @@ class Bundle(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Bundle:
         return Bundle((inner[f"piece_{place}"] for place in range(len(inner))), stride=stride)
+
+
+def _checked_pieces(pieces: Any) -> tuple[Tensor, ...]:
+    pieces = several(pieces, "Bundle: pieces", "several tensors, one for each place")
+    if not pieces:
+        raise WorldError("a Bundle holds at least one piece, got pieces=()")
+    first = pieces[0]
+    for piece in pieces:
+        a_tensor(piece, "Bundle: each of pieces")
+        if isinstance(piece, Bundle) or piece.dtype != first.dtype or piece.device != first.device:
+            told = [f"{type(x).__name__} {x.dtype} on {x.device}" for x in (first, piece)]
+            raise WorldError(
+                f"the pieces of a Bundle are plain tensors of one dtype, on one device, got {' and '.join(told)}; convert them"
+            )
+    return pieces
 
 
 def _rebuild(pieces: list[Tensor], requires_grad: bool) -> Bundle:

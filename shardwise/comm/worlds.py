@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch import tracing_context
+from ..check import integer
 from ..errors import MeshError
 from ..mesh import Mesh, root_meshes
 from .context import Setting
@@ -49,9 +50,7 @@ def simulate(ranks: int) -> Iterator[None]:
     ...     init_mesh(dp=2, tp=4)
     Mesh(dp=2, tp=4)
     """
-    if ranks < 1:
-        raise MeshError(f"a simulated world has at least one rank, got simulate({ranks})")
-    with _simulated_ranks.set(ranks):
+    with _simulated_ranks.set(integer(ranks, "simulate: ranks", 1)):
         yield
 
 

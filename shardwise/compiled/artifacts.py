@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..check import a_path, file_to_read, file_to_write, number, optional
 from ..comm.session import in_job
 from ..comm.worlds import made_meshes
 from ..errors import CompileError
@@ -32,14 +33,16 @@ def save_artifacts(path: str | Path, *, timeout: float = TIMEOUT) -> None:
     >>> save_artifacts(file)
     >>> load_artifacts(file)
     """
+    number(timeout, "save_artifacts: timeout", above=0.0)
+    target = (a_path if in_job() else file_to_write)(path, "save_artifacts: path")  # in a job one rank knows the folder
     saved = torch.compiler.save_cache_artifacts()
     artifacts = () if saved is None else (saved[0],)
     own = Parcel(_facts(), artifacts, read_libraries(loaded_libraries()))
     names = [] if saved is None else [f"{kind} {key}" for kind, keys in saved[1].artifacts.items() for key in keys]
     if not in_job():
-        _write(path, own)
+        _write(target, own)
     elif dist.get_rank() == 0:
-        _collect(path, own, set(names), timeout)
+        _collect(target, own, set(names), timeout)
     else:
         _contribute(own, names, timeout)
 
@@ -51,19 +54,18 @@ def load_artifacts(path: str | Path, mesh: Mesh | None = None) -> None:
     have the axes and sizes of `mesh`, or of a mesh made so far. A damaged file is refused, and then nothing has been taken in.
     The file holds pickles and native code, which run when they are used: load only what you trust.
     """
-    source = f"artifact file {str(path)!r}"
+    mesh = optional(Mesh.from_torch, mesh)
+    file, source = file_to_read(path, "load_artifacts: path"), f"artifact file {str(path)!r}"
     try:
-        data = Path(path).read_bytes()
-    except FileNotFoundError:
-        raise
+        data = file.read_bytes()
     except OSError as error:
         raise CompileError(f"{source} cannot be read: {error.strerror}; give the file that sw.save_artifacts wrote") from None
     install(unpack(data, source, lambda facts: _check(facts, source, mesh)), source)
 
 
-def _write(path: str | Path, parcel: Parcel) -> None:
+def _write(path: Path, parcel: Parcel) -> None:
     try:
-        write_whole(Path(path), pack(parcel))
+        write_whole(path, pack(parcel))
     except OSError as error:
         raise CompileError(f"save_artifacts cannot write {str(path)!r}: {error.strerror}; give a file in a folder") from None
 
@@ -137,10 +139,14 @@ def _told(shapes: set[Any]) -> str:
 # ── one file for all ranks ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _collect(path: str | Path, own: Parcel, have: set[str], timeout: float) -> None:
+_FAILED = "save_artifacts failed on rank 0 with {}"
+
+
+def _collect(path: Path, own: Parcel, have: set[str], timeout: float) -> None:
     """Write what this rank has, and what others have besides; tell them how it went."""
     post, rest = Post("artifacts"), []
     try:
+        file_to_write(path, "save_artifacts: path")
         for rank in range(1, dist.get_world_size()):
             names = set(json.loads(_wait(post, f"names/{rank}", rank, timeout)))
             if names - have:
@@ -150,8 +156,9 @@ def _collect(path: str | Path, own: Parcel, have: set[str], timeout: float) -> N
         parcels = [own, *(unpack(_wait(post, f"parcel/{r}", r, timeout), f"rank {r}", lambda facts: None) for r in rest)]
         _write(path, _merged(parcels))
     except Exception as error:
-        post.put("error", f"{type(error).__name__}: {error}".encode())
-        raise
+        said = f"{type(error).__name__}: {error}"
+        post.put("error", said.encode())
+        raise CompileError(_FAILED.format(said)) from error
     post.put("done", b"")
 
 
@@ -171,7 +178,7 @@ def _wait(post: Post, name: str, rank: int, timeout: float) -> bytes:
 
     found, data = post.wait((name, "error"), give_up)
     if found == "error":
-        raise CompileError(f"save_artifacts failed on rank 0 with {data.decode()}")
+        raise CompileError(_FAILED.format(data.decode()))
     return data
 
 

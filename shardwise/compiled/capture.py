@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from .._torch import hit_recompile_limit, local_graphs
+from ..check import a_function
 from ..comm.trace import is_of_one_rank
 from ..redistribute import whole_moves
 from .align import align_leaves
@@ -38,6 +39,7 @@ class Program:
     """A captured function; call it like the function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        a_function(function, "capture: function", "a function, a module or an optimizer's step")
         functools.update_wrapper(self, function, updated=())
         self._function = function
         self._start()

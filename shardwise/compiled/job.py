@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from .._torch import artifacts_of_block, compile_graph, compile_local, compiler_caches, inductor_settings, is_kept
+from ..check import a_function, flag, number, optional
 from ..comm.session import in_job
 from ..errors import CompileError
 from ..form import form_of
@@ -80,6 +81,10 @@ def compile(model: Callable[..., Any] | None = None, *, timeout: float = TIMEOUT
     """
     if "backend" in options:
         raise CompileError("sw.compile is a backend around Inductor; for another backend call torch.compile itself")
+    number(timeout, "compile: timeout", above=0.0)
+    for name in ("fullgraph", "dynamic", "disable"):
+        optional(flag, options.get(name), f"compile: {name}")
+    optional(a_function, model, "compile: model", "a function or a module")
     if model is None:
         return lambda model: compile(model, timeout=timeout, **options)
     teach_tracer()

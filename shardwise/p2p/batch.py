@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._torch import AsyncTensor, collectives, keep_alive
 from .._tracer import keep_in_their_part
+from ..check import a_dtype, a_tensor, flag, instance, integer, integers, refuse, several, shown, sizes
 from ..comm import Bundle, PerRank, door, seen
 from ..comm.groups import varies
 from ..comm.messages import Batch, Shape, check_matched, check_shapes
@@ -74,11 +75,14 @@ def peer(
     >>> peer(sw.init_mesh(dp=2, pp=4), "pp", shift=1).route
     'shift +1 wrap pp'
     """
+    mesh = Mesh.from_torch(mesh)
+    flag(wrap, "p2p.peer: wrap")
     if (shift is None) == (permutation is None):
-        raise MeshError(f"a peer is told by shift= or by permutation=, got {shift} and {permutation}")
+        raise MeshError(f"a peer is told by shift= or by permutation=, got {shown(shift)} and {shown(permutation)}")
     if permutation is None:
-        return Peer(mesh.write_root(), f"shift {shift:+d} {'wrap' if wrap else 'end'} {mesh.named(axis)}")
-    numbers = ",".join([str(number) for number in permutation])
+        by = integer(shift, "p2p.peer: shift")
+        return Peer(mesh.write_root(), f"shift {by:+d} {'wrap' if wrap else 'end'} {mesh.named(axis)}")
+    numbers = ",".join([str(number) for number in integers(permutation, "p2p.peer: permutation", -1)])
     return Peer(mesh.write_root(), f"table {numbers} {mesh.named(axis)}")
 
 
@@ -90,8 +94,8 @@ def send(x: Tensor, to: int | Mapping[int, int] | Peer | None = None, **along: A
     >>> send(torch.ones(2), mesh=mesh, axis="pp", shift=1).to.route, send(torch.ones(2), to={0: 3}, mesh=mesh).to.route
     ('shift +1 wrap pp', 'ranks 0>3')
     """
-    local, along = _local(x, along)
-    return Send(local, _peer(to, along))
+    local, along = _local(a_tensor(x, "p2p.send: x"), along)
+    return Send(local, _peer(to, "p2p.send: to", along))
 
 
 def recv(
@@ -112,7 +116,15 @@ def recv(
     >>> recv((2,), torch.float32, mesh=sw.init_mesh(pp=4), axis="pp", shift=-1).source.route
     'shift -1 wrap pp'
     """
-    return Receive(shape, dtype, _peer(source, along), requires_grad)
+    told = _peer(source, "p2p.recv: source", along)
+    flag(requires_grad, "p2p.recv: requires_grad")
+    return Receive(_shape(shape), a_dtype(dtype, "p2p.recv: dtype"), told, requires_grad)
+
+
+def _shape(shape: Any) -> Any:
+    what = "p2p.recv: shape"
+    given = several(shape, what, "the shape of a tensor, or a list of shapes, one for each rank of the mesh")
+    return [sizes(one, what) for one in given] if given and isinstance(given[0], Sequence) else sizes(given, what)
 
 
 def _local(x: Tensor, along: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
@@ -122,16 +134,19 @@ def _local(x: Tensor, along: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     return x, along
 
 
-def _peer(told: Any, along: dict[str, Any]) -> Peer:
+def _peer(told: Any, what: str, along: dict[str, Any]) -> Peer:
     if told is None:
         return peer(**along)
     if isinstance(told, Peer):
         return told
     mesh = along.get("mesh")
-    text = "" if mesh is None else mesh.write_root()
+    text = "" if mesh is None else Mesh.from_torch(mesh).write_root()
     if isinstance(told, Mapping):
-        return Peer(text, "ranks " + ",".join([f"{one}>{other}" for one, other in told.items()]))
-    return Peer(text, f"rank {told}")
+        pairs = [f"{integer(one, what, 0)}>{integer(other, what, 0)}" for one, other in told.items()]
+        return Peer(text, f"ranks {','.join(pairs)}")
+    if isinstance(told, bool) or not isinstance(told, int):
+        refuse(what, "a rank, a rank for each rank, such as {0: 1}, or what p2p.peer gives", told)
+    return Peer(text, f"rank {integer(told, what, 0)}")
 
 
 def batch(ops: Iterable[Send | Receive]) -> tuple[Tensor, ...]:
@@ -148,7 +163,10 @@ def batch(ops: Iterable[Send | Receive]) -> tuple[Tensor, ...]:
     >>> y.pieces
     (tensor([0.]), tensor([1.]), tensor([2.]))
     """
-    ops = list(ops)
+    ops = [
+        instance(op, (Send, Receive), "p2p.batch: one of ops", "what p2p.send or p2p.recv gives")
+        for op in several(ops, "p2p.batch: ops", "several of what p2p.send and p2p.recv give")
+    ]
     sends, receives = [op for op in ops if isinstance(op, Send)], [op for op in ops if isinstance(op, Receive)]
     if any([op.requires_grad for op in receives]) and not any([op.x.requires_grad for op in sends]):
         sends.append(Send(_ANCHOR, Peer(receives[0].source.mesh, _NOBODY)))
@@ -178,6 +196,8 @@ def wait(*tensors: Tensor) -> Any:
     """
     if not tensors:
         return finish()
+    for x in tensors:
+        a_tensor(x, "p2p.wait: each of *tensors")
     found = tuple(_Settled.apply(x) if isinstance(x, AsyncTensor) else x for x in tensors)
     return found if len(found) > 1 else found[0]
 
@@ -185,7 +205,7 @@ def wait(*tensors: Tensor) -> Any:
 def _mesh_of(peers: Sequence[Peer]) -> str:
     """The one mesh that a batch is on."""
     if not peers:
-        raise OperatorError("p2p.batch takes at least one send or receive, got none")
+        raise OperatorError("p2p.batch takes at least one send or receive, got ops without any")
     for one in peers:
         if one.mesh != peers[0].mesh:
             raise MeshError(

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..check import a_tensor, flag, integer
 from ..comm import door, seen
 from ..comm.messages import Batch
 from ..errors import OperatorError
 from ..identity import LIBRARY
 from ..mesh import Mesh
+from ..tensor import DTensor
 from .batch import like, run, wait
 from .moves import local_of
 
@@ -36,7 +38,14 @@ def halo_exchange(  # noqa: PLR0913  as many facts as a halo has
     >>> halo_exchange(x, 0, 1, 1, mesh=sw.init_mesh(tp=2)).pieces
     (tensor([0., 1., 2., 3.]), tensor([2., 3., 4., 5., 0.]))
     """
-    x, mesh = local_of(x, mesh)
+    a_tensor(x, "halo_exchange: x")
+    integer(dim, "halo_exchange: dim", -x.ndim, x.ndim - 1)
+    flag(wrap, "halo_exchange: wrap")
+    for name, rows in (("before", before), ("after", after)):
+        integer(rows, f"halo_exchange: {name}", 0)
+    if isinstance(x, DTensor) and not torch.compiler.is_compiling():
+        _check_rows(min(map(x._layout.local_shape, range(len(x.mesh.ranks))), key=lambda s: s[dim])[dim], dim, before, after)
+    x, mesh = local_of(x, mesh, "halo_exchange: x")
     told = (mesh.write_root(), mesh.named(axis), dim, before, after, wrap)
     if torch.compiler.is_compiling():
         found: Tensor = torch.ops.shardwise.halo(x, *told, LIBRARY.key())
@@ -93,12 +102,16 @@ def _forward(x: Tensor, how: _Halo) -> Tensor:
 
 
 def _edges(x: Tensor, how: _Halo) -> tuple[Tensor, Tensor]:
-    if min(how.before, how.after) < 0 or x.shape[how.dim] < max(how.before, how.after):
-        raise OperatorError(
-            f"halo_exchange: {how.before} rows before and {how.after} after, of a piece with {x.shape[how.dim]} rows in dim "
-            f"{how.dim}: a halo comes from the next piece alone; use larger pieces or fewer ranks"
-        )
+    _check_rows(x.shape[how.dim], how.dim, how.before, how.after)
     return x.narrow(how.dim, x.shape[how.dim] - how.before, how.before), x.narrow(how.dim, 0, how.after)
+
+
+def _check_rows(rows: int, dim: int, before: int, after: int) -> None:
+    if rows < max(before, after):
+        raise OperatorError(
+            f"halo_exchange: {before} rows before and {after} after, of a piece with {rows} rows in dim {dim}: a halo comes "
+            "from the next piece alone; use larger pieces or fewer ranks"
+        )
 
 
 def _joined(before: Tensor, x: Tensor, after: Tensor, how: _Halo) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..check import a_tensor, flag, integer, integers
 from ..errors import MeshError
 from ..mesh import Mesh
 from ..tensor import DTensor
@@ -21,7 +22,9 @@ def shift(x: Tensor, by: int = 1, *, mesh: Mesh | None = None, axis: str | None 
     >>> shift(x, mesh=sw.init_mesh(pp=2), wrap=False).pieces
     (tensor([0.]), tensor([1.]))
     """
-    x, mesh = local_of(x, mesh)
+    integer(by, "p2p.shift: by")
+    flag(wrap, "p2p.shift: wrap")
+    x, mesh = local_of(x, mesh, "p2p.shift: x")
     along: dict[str, Any] = {"mesh": mesh, "axis": axis, "wrap": wrap}
     return batch([send(x, shift=by, **along), recv(x.shape, x.dtype, shift=-by, **along)])[0]
 
@@ -34,7 +37,8 @@ def permute(x: Tensor, permutation: Sequence[int], *, mesh: Mesh | None = None, 
     >>> permute(x, [2, 0, 1], mesh=sw.init_mesh(tp=3)).pieces
     (tensor([2.]), tensor([3.]), tensor([1.]))
     """
-    x, mesh = local_of(x, mesh)
+    permutation = integers(permutation, "p2p.permute: permutation", -1)
+    x, mesh = local_of(x, mesh, "p2p.permute: x")
     back = [-1] * len(permutation)
     for here, there in enumerate(permutation):
         if there >= len(permutation):
@@ -45,11 +49,14 @@ def permute(x: Tensor, permutation: Sequence[int], *, mesh: Mesh | None = None, 
     return batch([send(x, permutation=permutation, **along), recv(x.shape, x.dtype, permutation=back, **along)])[0]
 
 
-def local_of(x: Tensor, mesh: Mesh | None) -> tuple[Tensor, Mesh]:
+def local_of(x: Tensor, mesh: Mesh | Any | None, what: str) -> tuple[Tensor, Mesh]:
     """What a rank holds of a tensor, and the mesh it is on."""
+    a_tensor(x, what)
+    on = None if mesh is None else Mesh.from_torch(mesh)
     if isinstance(x, DTensor):
-        mesh = mesh or x.mesh
-        x = x.to_local()
-    if mesh is None:
+        if on is not None and on.write_root() != x.mesh.write_root():
+            raise MeshError(f"{what} is a DTensor on mesh {x.mesh}, and mesh={on} another one; leave mesh= out")
+        return x.to_local(), x.mesh if on is None else on
+    if on is None:
         raise MeshError("point-to-point communication of a plain tensor needs mesh=; only a DTensor knows its own")
-    return x, mesh
+    return x, on

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._torch import collectives, keep_alive
 from .._tracer import keep_in_their_part
+from ..check import a_tensor, integers, optional, refuse, several
 from ..comm import Bundle, PerRank, door, seen
 from ..comm.door import Counts
 from ..comm.trace import is_of_one_rank
@@ -44,7 +45,8 @@ def all_to_all_v(
     >>> all_to_all_v(x, going, mesh=sw.init_mesh(ep=2)).pieces
     (tensor([1., 4.]), tensor([2., 3.]))
     """
-    x, mesh = local_of(x, mesh)
+    x, mesh = local_of(x, mesh, "all_to_all_v: x")
+    optional(a_tensor, coming, "all_to_all_v: coming")
     on, axis = mesh.write_root(), mesh.named(axis)
     if not isinstance(going, Tensor):
         table = _table(going, mesh.size_of(axis))
@@ -52,6 +54,10 @@ def all_to_all_v(
             known: Tensor = torch.ops.shardwise.rows_known(x, [n for row in table for n in row], on, axis, LIBRARY.key())
             return known
         return _swap(x, _known(table, mesh, axis))
+    if going.dtype.is_floating_point or going.dtype.is_complex or going.shape != (mesh.size_of(axis),):
+        refuse(
+            "all_to_all_v: going", f"a tensor of {mesh.size_of(axis)} integers, the rows for each rank along {axis!r}", going
+        )
     if torch.compiler.is_compiling():
         found: Tensor = torch.ops.shardwise.rows_counted(x, going, coming, on, axis, LIBRARY.key())
         return found
@@ -59,10 +65,15 @@ def all_to_all_v(
 
 
 def _table(going: Any, size: int) -> list[list[int]]:
-    rows = [list(row) for row in going] if len(going) and isinstance(going[0], Sequence) else [list(going)] * size
+    what = "all_to_all_v: going"
+    given = several(going, what, f"a tensor of {size} counts, several counts, or a table of them")
+    if given and isinstance(given[0], Sequence) and not isinstance(given[0], str):
+        rows = [list(integers(row, what, 0)) for row in given]
+    else:
+        rows = [list(integers(given, what, 0))] * size
     if len(rows) != size or any(len(row) != size for row in rows):
         raise OperatorError(
-            f"all_to_all_v along an axis of size {size} takes {size} counts, or a table of {size} rows of these, got "
+            f"all_to_all_v along an axis of size {size} takes as going {size} counts, or a table of {size} rows, got "
             f"{len(rows)} rows of {sorted({len(row) for row in rows})}"
         )
     return rows

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from .._aoti import compile_package, leaves_with_paths, tree_unflatten, treespec_dumps
+from ..check import a_function, file_to_write, instance, optional, several
 from ..comm import pretend, seen
 from ..errors import CompileError
 from ..mesh import Mesh
@@ -49,7 +50,12 @@ def export(
     Traceback (most recent call last):
     shardwise.errors.CompileError: input number 0: dim 0 of f32[5@tp], of size 5, falls into unequal pieces (3, 2) over tp...
     """
-    on, target = Mesh.from_torch(mesh).root, Path(path)
+    on = Mesh.from_torch(mesh).root
+    a_function(model, "export: model", "a module or a function")
+    example_inputs = several(example_inputs, "export: example_inputs", "several inputs, as (x,)")
+    for name, words in (("kwargs", kwargs), ("options", options)):
+        optional(instance, words, dict, f"export: {name}", "a dictionary by name")
+    target = file_to_write(path, "export: path")
     with pretend(on), tempfile.TemporaryDirectory(dir=target.absolute().parent) as folder:
         program, manifest = exported(model, tuple(example_inputs), kwargs or {}, on)
         file = Path(folder) / "package.pt2"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._aoti import open_package, tree_flatten, tree_unflatten, treespec_loads
+from ..check import file_to_read, instance, optional
 from ..comm import door
 from ..comm.debug import heard
 from ..errors import OperatorError
@@ -44,6 +44,7 @@ class Package:
         DTensors are taken as they are, and must have the layouts of the model that was exported. A plain tensor in place of a
         DTensor is the whole of it, and is distributed (a collective: the first rank's values count).
         """
+        instance(parameters, (nn.Module, Mapping), "Package.bind: parameters", "a module or a state dict")
         slots = self._manifest.parameters
         state = dict(_named(parameters))
         missing = [slot.name for slot in slots if slot.name not in state]
@@ -98,10 +99,12 @@ def load_package(
 
     >>> load_package("nothing.pt2")
     Traceback (most recent call last):
-    FileNotFoundError: [Errno 2] No such file or directory: 'nothing.pt2'
+    shardwise.errors.MissingFileError: load_package: path is a file to read, got 'nothing.pt2', which is not there
     """
-    manifest = read(Path(path))
-    on = check_world(manifest, f"package {str(path)!r}", None if mesh is None else Mesh.from_torch(mesh))
+    optional(instance, parameters, (nn.Module, Mapping), "load_package: parameters", "a module or a state dict")
+    given = optional(Mesh.from_torch, mesh)
+    manifest = read(file_to_read(path, "load_package: path"))
+    on = check_world(manifest, f"package {str(path)!r}", given)
     door(on).ready(on)
     package = Package(manifest, open_package(os.fspath(path)), on)
     return package if parameters is None else package.bind(parameters)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..check import a_function, a_module, choice, flag, number, optional, several
 from ..comm import PerRank, door
 from ..errors import PipelineError
-from ..layout import Placements
+from ..layout import Placements, by_axis
 from ..mesh import Mesh
 from ..tensor import DTensor, distribute
 from .link import Contract, Link, announce
@@ -54,6 +55,12 @@ def pipeline(
     >>> pipe.stages[1].weight.grad
     DTensor(f32[2, 8], mesh=(pp=1))
     """
+    for stage in several(stages, "pipeline: stages", "several modules"):
+        a_module(stage, "pipeline: each of stages")
+    if isinstance(compile, str):
+        choice(compile, "pipeline: compile (or it is True or False)", torch.compiler.list_backends(()))
+    else:
+        flag(compile, "pipeline: compile (or it is the name of a backend)")
     return Pipeline(stages, Mesh.from_torch(mesh), schedule, microbatches, placements, compile)
 
 
@@ -81,7 +88,7 @@ class Pipeline(nn.Module):
         if len(stages) != mesh.axis_sizes[axis]:
             raise PipelineError(
                 f"axis {axis!r} of mesh {mesh.root} has {mesh.axis_sizes[axis]} coordinates and takes as many stages, "
-                f"got {len(stages)}"
+                f"got {len(stages)} stages"
             )
         if not is_here(mesh.root):
             raise PipelineError(
@@ -89,6 +96,9 @@ class Pipeline(nn.Module):
                 "`if mesh.coordinate(rank) is not None`"
             )
         check_apart(stages)
+        if placements is not None:
+            for end in (0, len(stages) - 1):
+                by_axis(mesh.at(end), placements)
         self.mesh, self.schedule = mesh, make_schedule(schedule, len(stages), microbatches)
         self.placements = placements
         self.stages = nn.ModuleList(stages)
@@ -118,8 +128,8 @@ class Pipeline(nn.Module):
         gives it). Microbatches are equal, so the mean of their losses is that of the batch if `loss` is a mean over rows, all
         of the same weight; where it is a sum, say `reduction="sum"`.
         """
-        if reduction not in _SCALES:
-            raise PipelineError(f"reduction is one of {', '.join(map(repr, _SCALES))}, got {reduction!r}")
+        choice(reduction, "Pipeline.step: reduction", _SCALES)
+        optional(a_function, loss, "Pipeline.step: loss")
         first, last = (
             onto(value, at, self.placements) for value, at in ((inputs, self._places[0]), (target, self._places[-1]))
         )
@@ -192,6 +202,8 @@ class Pipeline(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> DTensor:
         """Scale the gradients of all stages so that their norm together is at most `max_norm`; gives the norm before."""
+        number(max_norm, "Pipeline.clip_grad_norm_: max_norm", least=0.0)
+        number(norm_type, "Pipeline.clip_grad_norm_: norm_type", above=0.0)
         norms = [self._norm(stage, place, norm_type) for stage, place in zip(self.stages, self._places, strict=True)]
         total: Any = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         for stage, place in zip(self.stages, self._places, strict=True):

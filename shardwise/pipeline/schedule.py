@@ -10,9 +10,12 @@ stage 1  .  F0 F1 B0 B1 .
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from ..check import a_text, choice, instance, integer, number, refuse, several
 from ..errors import PipelineError
 from .timeline import Span, Timeline
 
@@ -30,9 +33,13 @@ class Entry(NamedTuple):
 Cell = Entry | None
 #: A time, or one for each stage.
 Cost = float | Sequence[float]
+_COST = "a time, or one for each stage"
+#: Characters of the widest drawing, and microbatches of the longest table.
+WIDEST, MOST_MICROBATCHES = 10_000, 65_536
 
 
-class Schedule(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Schedule:
     """A table of what runs when: a row for each stage, as long as all others; a cell of None is idle.
 
     >>> Schedule.read("F0 .  .  B0", ".  F0 B0 . ").alive
@@ -41,10 +48,19 @@ class Schedule(NamedTuple):
 
     rows: tuple[tuple[Cell, ...], ...]
 
+    def __post_init__(self) -> None:
+        allowed = "a row for each stage, each several entries (F or B of a microbatch) or None"
+        if not isinstance(self.rows, tuple | list) or not self.rows:
+            refuse("Schedule: rows", allowed, self.rows)
+        for row in self.rows:
+            for cell in several(row, "Schedule: rows", allowed):
+                instance(cell, (Entry, type(None)), "Schedule: rows", allowed)
+
     @staticmethod
     def read(*rows: str) -> Schedule:
         """The table that is written as `print` shows it, one text for each stage, checked."""
-        return check(Schedule(tuple(tuple(_cell(word) for word in row.split()) for row in rows)))
+        texts = [a_text(row, "Schedule.read: each of *rows", "a text such as 'F0 . B0'") for row in rows]
+        return check(Schedule(tuple(tuple(_cell(word) for word in row.split()) for row in texts)))
 
     @property
     def stages(self) -> int:
@@ -76,6 +92,7 @@ class Schedule(NamedTuple):
 
     def timeline(self, forward: Cost = 1.0, backward: Cost = 1.0) -> Timeline:
         """When each entry runs, where a stage waits for nothing but what its entries need."""
+        forward, backward = _cost(forward, "forward", self.stages), _cost(backward, "backward", self.stages)
         done: dict[tuple[int, Entry], float] = {}
         free, spans = [0.0] * self.stages, []
         for column in self.columns:
@@ -83,15 +100,16 @@ class Schedule(NamedTuple):
                 if cell is not None:
                     start = max([free[stage], *(done[need] for need in needs(stage, cell, self.stages))])
                     cost = forward if cell.kind == "F" else backward
-                    done[stage, cell] = free[stage] = start + (cost[stage] if isinstance(cost, Sequence) else cost)
+                    done[stage, cell] = free[stage] = start + cost[stage]
                     spans.append(Span(stage, *cell, start, free[stage]))
         return Timeline(tuple(f"stage {stage}" for stage in range(self.stages)), tuple(spans))
 
     def draw(self, backward: float = 2.0, width: int = 96) -> str:
         """The timeline as text, where a backward takes so many times as long as a forward."""
+        integer(width, "Schedule.draw: width", 1, WIDEST)
         return self.timeline(1.0, backward).draw(width)
 
-    def svg(self, path: str | None = None, backward: float = 2.0) -> str:
+    def svg(self, path: str | os.PathLike[str] | None = None, backward: float = 2.0) -> str:
         """The timeline as a picture, written to `path` if one is given."""
         return self.timeline(1.0, backward).svg(path)
 
@@ -100,6 +118,16 @@ class Schedule(NamedTuple):
         wide = max((len(word) for row in words for word in row), default=1)
         lines = (f"stage {stage}  " + " ".join(f"{word:<{wide}}" for word in row) for stage, row in enumerate(words))
         return "\n".join(line.rstrip() for line in lines)
+
+
+def _cost(cost: Any, name: str, stages: int) -> list[float]:
+    """A time for each stage."""
+    if isinstance(cost, int | float):
+        return [number(cost, f"Schedule: {name}", least=0.0, most=1e12)] * stages
+    found = [number(one, f"Schedule: {name}", least=0.0, most=1e12) for one in several(cost, f"Schedule: {name}", _COST)]
+    if len(found) != stages:
+        raise PipelineError(f"{name} is a time, or one for each of {stages} stages, got {len(found)} times")
+    return found
 
 
 def needs(stage: int, entry: Entry, stages: int) -> list[tuple[int, Entry]]:
@@ -118,7 +146,9 @@ def _cell(word: str) -> Cell:
     if word == ".":
         return None
     if word[:1] not in "FB" or not word[1:].isdigit():
-        raise PipelineError(f"a cell of a schedule is F or B with the number of a microbatch, or a dot, got {word!r}")
+        raise PipelineError(
+            f"a cell of the rows of a schedule is F or B with the number of a microbatch, or a dot, got {word!r}"
+        )
     return Entry(word[0], int(word[1:]))
 
 
@@ -197,11 +227,8 @@ def make_schedule(name: str | Schedule, stages: int, microbatches: int | None) -
                 f"stages{'' if microbatches is None else f' and {microbatches} microbatches'}; make one for these"
             )
         return name
-    if name not in SCHEDULES:
-        raise PipelineError(f"schedule is one of {', '.join(map(repr, SCHEDULES))} or a Schedule, got {name!r}")
-    count = stages if microbatches is None else microbatches
-    if count < 1:
-        raise PipelineError(f"a batch is split into at least one microbatch, got microbatches={count}")
+    choice(name, "pipeline: schedule (or it is a Schedule)", SCHEDULES)
+    count = stages if microbatches is None else integer(microbatches, "pipeline: microbatches", 1, MOST_MICROBATCHES)
     return SCHEDULES[name](stages, count)
 
 

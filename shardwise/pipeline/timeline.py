@@ -5,7 +5,10 @@ Knows nothing of tensors and meshes.
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
+
+from ..check import file_to_write, optional
 
 
 class Span(NamedTuple):
@@ -41,7 +44,7 @@ class Timeline(NamedTuple):
     @property
     def bubble(self) -> float:
         """The share of the time of all rows in which they did not work."""
-        return 1 - sum(self.busy) / (len(self.rows) * self.wall) if self.spans else 0.0
+        return 1 - sum(self.busy) / (len(self.rows) * self.wall) if self.wall else 0.0
 
     @property
     def _start(self) -> float:
@@ -65,12 +68,13 @@ class Timeline(NamedTuple):
         shown = zip(self.rows, lines, strict=True)
         return "\n".join(f"{name:<{margin}}{''.join(line)}".rstrip() for name, line in shown)
 
-    def svg(self, path: str | None = None, width: int = 960) -> str:
+    def svg(self, path: str | os.PathLike[str] | None = None, width: int = 960) -> str:
         """The rows as a picture: forwards in blue, backwards in green; written to `path` if one is given.
 
         >>> Timeline(("stage 0",), (Span(0, "F", 0, 0.0, 1.0),)).svg().count("<rect")
         1
         """
+        target = optional(file_to_write, path, "svg: path")
         margin, height = 8 + 7 * max(map(len, self.rows), default=0), 24
         scale = (width - margin) / (self.wall or 1)
         parts = [
@@ -85,7 +89,6 @@ class Timeline(NamedTuple):
                 parts.append(f'<text x="{left + size / 2:.1f}" y="{top + 16}" text-anchor="middle">{microbatch}</text>')
         head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{len(self.rows) * height + 4}"'
         text = "\n".join([f'{head} font-family="monospace" font-size="11">', *parts, "</svg>", ""])
-        if path is not None:
-            with open(path, "w") as file:
-                file.write(text)
+        if target is not None:
+            target.write_text(text)
         return text

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from .._tracer import see_regions
+from ..check import a_function, a_module, a_text, shown
 from ..compiled.remat import traced_remat
 from ..errors import RematError
 from ..save import Policy, default
@@ -38,12 +39,19 @@ def remat(function: Callable[..., Any], *args: Any, save: Policy = default, **kw
     >>> remat(lambda x: (x @ w).relu(), torch.ones(2, 2), save=sw.save.matmuls | sw.save.collectives).sum().item()
     8.0
     """
-    return _remat(_name(function), function, save, args, kwargs)
+    a_function(function, "remat: function")
+    return _remat(_name(function), function, _policy(save), args, kwargs)
+
+
+def _policy(save: Any) -> Policy:
+    if not isinstance(save, Policy):
+        raise RematError(
+            f"save={shown(save)} is no policy: give one of `sw.save`, such as sw.save.matmuls, or sw.save.by(function)"
+        )
+    return save
 
 
 def _remat(name: str, function: Callable[..., Any], save: Policy, args: Any, kwargs: Any) -> Any:
-    if not isinstance(save, Policy):
-        raise RematError(f"{save!r} is no policy: give one of `sw.save`, such as sw.save.matmuls, or sw.save.by(function)")
     if torch.compiler.is_compiling():
         return traced_remat(function, args, kwargs, save, name)
     if not torch.is_grad_enabled():
@@ -63,10 +71,15 @@ def remat_module(model: nn.Module, select: str = "*", save: Policy = default) ->
     >>> remat_module(model, "1", save=sw.save.matmuls)(torch.ones(1, 2)).shape
     torch.Size([1, 2])
     """
+    a_module(model, "remat_module: model")
+    a_text(select, "remat_module: select", "a text with the name of submodules, such as 'blocks.*'")
+    _policy(save)
     found = {name: module for name, module in model.named_modules() if name and _fits(name, select)}
     if not found:
         names = [name for name, _ in model.named_modules() if name]
-        raise RematError(f"no module of {type(model).__name__} is called {select!r}; its modules are {', '.join(names[:20])}")
+        raise RematError(
+            f"no module of {type(model).__name__} is called select={select!r}; its modules are {', '.join(names[:20])}"
+        )
     for name, module in found.items():
         module.forward = _Rematted(name, type(module).forward, module, save)
     return model

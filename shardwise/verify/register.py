@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from ..check import a_function, a_text, choice, flag, instance, integers, optional, refuse, several
 from ..dispatch import forget
 from ..errors import OperatorError
+from ..placement import KINDS
 from ..rules.table import TABLE, find
 from ..rules.table import rule as add_row
 from ..signature import signature
@@ -33,6 +35,9 @@ def rule(op: Any, sentence: str, *, samples: Sequence[tuple[Any, ...]], **words:
     DTensor(f32[4@tp, 3], mesh=(tp=2))
     """
     overload = _overload(op)
+    a_text(sentence, "rule: sentence", "a text such as 'm k, k n -> m n'")
+    samples = several(samples, "rule: samples", "several tuples of arguments of the operator")
+    _check_words(words)
     facts = signature(overload)
     _check_operator(facts, overload, samples)
     name = f"{facts.name}.{overload._overloadname}"
@@ -56,11 +61,33 @@ def _overload(op: Any) -> Any:
         namespace, _, rest = op.partition("::")
         name, _, overload = rest.partition(".")
         packet = getattr(getattr(torch.ops, namespace), name, None) if name else None
-        if packet is None:
-            raise OperatorError(f"sw.rule({op!r}): no such operator; name one as 'library::operator', after it is defined")
-        return getattr(packet, overload or "default")
+        found = getattr(packet, overload or "default", None)
+        if found is None:
+            raise OperatorError(f"sw.rule(op={op!r}): no such operator; name one as 'library::operator', after it is defined")
+        return found
     op = getattr(op, "_opoverload", op)  # what custom_op gives
-    return op if hasattr(op, "_schema") else op.default
+    found = op if hasattr(op, "_schema") else getattr(op, "default", None)
+    if not hasattr(found, "_schema"):
+        refuse("rule: op", "an operator, such as torch.ops.library.operator, or its name, as 'library::operator'", op)
+    return found
+
+
+def _check_words(words: dict[str, Any]) -> None:
+    for name, value in words.items():
+        what = f"rule: {name}"
+        if name in ("rounds", "copies", "zipped"):
+            flag(value, what)
+        elif name in ("kernel", "program", "function", "gives"):
+            optional(a_function, value, what)
+        elif name in ("lost", "together"):
+            optional(choice, value, what, KINDS)
+        elif name == "linear":
+            for together in several(value, what, "several tuples of positions of tensor arguments"):
+                integers(together, what, 0)
+        elif name in ("whole", "static", "free", "passes", "unoffered"):
+            optional(instance, value, (str, tuple, list, set, frozenset), what, "a text, or several")
+        else:
+            raise OperatorError(f"sw.rule: {name}= is no word of a rule; see shardwise.rules.notation.Rule for those there are")
 
 
 def _check_operator(facts: Any, overload: Any, samples: Sequence[Any]) -> None:
@@ -78,7 +105,9 @@ def _check_operator(facts: Any, overload: Any, samples: Sequence[Any]) -> None:
         )
     for sample in samples:
         if not isinstance(sample, tuple):
-            raise OperatorError(f"a sample of {facts.name} is a tuple of its arguments, got a {type(sample).__name__}")
+            raise OperatorError(
+                f"each of the samples of {facts.name} is a tuple of its arguments, got a {type(sample).__name__}"
+            )
 
 
 def _prove(name: str, sentence: str, overload: Any, samples: Sequence[tuple[Any, ...]]) -> None:

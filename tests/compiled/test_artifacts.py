@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     with pytest.raises(CompileError, match=r"save_artifacts cannot write .*: No space left on device"):
         save_artifacts(path)
     assert path.read_bytes() == b"what was there" and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(CompileError, match="cannot be read: Is a directory; give the file that"):
+    with pytest.raises(sw.ArgumentError, match="load_artifacts: path is a file to read, got the folder"):
         load_artifacts(tmp_path)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import shardwise as sw
-from shardwise import Replicate, Shard, WorldError
+from shardwise import Replicate, Shard
 from shardwise.comm import door
 from shardwise.comm.debug import announce_batch, finish
 
@@ -300,7 +300,7 @@ def test_alone_nothing_is_compared() -> None:
     with sw.debug_mode(), sw.simulate(4):
         mesh = sw.init_mesh(dp=2, tp=2)
         assert type(door(mesh)).__name__ == "Simulated"
-    with pytest.raises(WorldError, match="got timeout=0"), sw.debug_mode(timeout=0):
+    with pytest.raises(sw.ArgumentError, match="debug_mode: timeout is a number above 0, got 0"), sw.debug_mode(timeout=0):
         pass
 
 

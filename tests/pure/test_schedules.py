@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import PipelineError
+from shardwise.errors import ArgumentError, PipelineError
 from shardwise.pipeline import Entry, Schedule, Span, Timeline, check, gpipe, one_f_one_b
 from shardwise.pipeline.schedule import SCHEDULES, make_schedule
 
@@ -62,7 +62,7 @@ REFUSED = {
     "stage 1 of the schedule runs F0 2 times": ("F0 . . B0", "F0 F0 B0 ."),
     "stage 1 of the schedule runs B0 0 times": ("F0 . B0", ". F0 ."),
     "all of one length, got lengths [2, 4]": ("F0 B0", ". F0 B0 ."),
-    "a cell of a schedule is F or B with the number of a microbatch, or a dot, got 'W0'": ("F0 W0", "."),
+    "a cell of the rows of a schedule is F or B with the number of a microbatch, or a dot, got 'W0'": ("F0 W0", "."),
 }
 
 
@@ -84,11 +84,11 @@ def test_which_table_is_meant() -> None:
     assert make_schedule("gpipe", 2, None) == gpipe(2, 2)
     assert make_schedule(gpipe(2, 3), 2, None).rows[0][0] == Entry("F", 0)
     for given, words in [
-        (("2f2b", 2, 4), "one of 'gpipe', '1f1b' or a Schedule, got '2f2b'"),
-        (("gpipe", 2, 0), "at least one microbatch, got microbatches=0"),
+        (("2f2b", 2, 4), "schedule (or it is a Schedule) is one of 'gpipe', '1f1b', got '2f2b'"),
+        (("gpipe", 2, 0), "microbatches is an integer from 1 to 65,536, got 0"),
         ((gpipe(2, 3), 2, 4), "for 2 stages and 3 microbatches, the pipeline has 2 stages and 4 microbatches"),
         ((gpipe(2, 3), 3, None), "for 2 stages and 3 microbatches, the pipeline has 3 stages; make"),
     ]:
-        with pytest.raises(PipelineError) as refused:
+        with pytest.raises((PipelineError, ArgumentError)) as refused:
             make_schedule(*given)
         assert words in str(refused.value)

@@ -99,7 +99,7 @@ def test_rows_by_data_and_by_a_table() -> None:
 def test_rows_that_do_not_add_up() -> None:
     with pytest.raises(OperatorError, match=r"counts \[1, 1, 2\] are 4 rows, the tensor has shape \[2\]"):
         p2p.all_to_all_v(numbered(3, 2), [1, 1, 2], mesh=RING)
-    with pytest.raises(OperatorError, match=r"takes 3 counts.*got 3 rows of"):
+    with pytest.raises(OperatorError, match=r"takes as going 3 counts.*got 3 rows of"):
         p2p.all_to_all_v(numbered(3, 2), [1, 1], mesh=RING)
 
 

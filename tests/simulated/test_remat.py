@@ -89,7 +89,7 @@ def test_modules_by_name() -> None:
     assert saved_in(lambda: model(x)) < seen
     twin = copy.deepcopy(model)
     assert same(gradients(twin, x, twin), want)
-    with pytest.raises(RematError, match=r"no module of Sequential is called 'blocks.*'; its modules are 0, 0.norm1"):
+    with pytest.raises(RematError, match=r"no module of Sequential is called select='blocks.*'; its modules are 0, 0.norm1"):
         sw.remat_module(model, "blocks.*")
 
 
@@ -693,7 +693,7 @@ def test_policies_are_values() -> None:
     assert one != other
     with pytest.raises(RematError, match=r"3 is no policy: combine those of `sw.save`"):
         save.matmuls | 3  # type: ignore[operator]
-    with pytest.raises(RematError, match="3 is no operator"):
+    with pytest.raises(RematError, match=r"3 of \*ops is no operator"):
         save.operators(3)
     with pytest.raises(RematError, match="3 is no function"):
         save.by(3)  # type: ignore[arg-type]
