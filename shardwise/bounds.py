@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate, product
 from typing import NamedTuple
 
@@ -68,7 +67,7 @@ def products(vectors: Sequence[list[int]]) -> list[int]:
 # ── what ranks share with their target, one dim at a time ─────────────────────────────────────────────────────────────
 
 
-@lru_cache(maxsize=1024)
+@memo("points", limit=1024)
 def points(mesh: Mesh, axes: tuple[str, ...], most: int = MOST_POINTS) -> Points:
     """The coordinates of ranks, for each axis of the mesh: all that differ along `axes`, or some of them if they are too many.
 
@@ -80,7 +79,7 @@ def points(mesh: Mesh, axes: tuple[str, ...], most: int = MOST_POINTS) -> Points
     return {axis: [point[i] for point in every] for i, axis in enumerate(mesh.axes)}
 
 
-@lru_cache(maxsize=4096)
+@memo("indices", limit=4096)
 def indices(mesh: Mesh, axes: tuple[str, ...], most: int = MOST_POINTS) -> list[int]:
     """At each point of the mesh, which shard of a dim cut by these axes a rank holds. Not to be written to."""
     at = points(mesh, mesh.axes, most)

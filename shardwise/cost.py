@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .memo import CHOICES, cache_clear
+from .memo import CHOICES, cache_clear, memo
 from .mesh import Mesh
 
 
@@ -30,8 +30,8 @@ PER_LOCAL_BYTE = 1 / 1000e9
 #: Seconds for one multiply-add.
 PER_WORK = 1 / 50e12
 
-_links: dict[Mesh, dict[str, Link]] = {}
-_routes: dict[tuple[Mesh, tuple[str, ...]], Link] = {}
+#: What was measured, by the text of a mesh's root: it outlives the mesh, which may be made again.
+_measured: dict[str, dict[str, Link]] = {}
 
 
 # ── links ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -43,21 +43,20 @@ def links(mesh: Mesh) -> dict[str, Link]:
     >>> links(Mesh(("dp", "tp"), (2, 4), range(8), "cpu", "simulated", slow="dp"))["dp"]
     Link(latency=5e-05, per_byte=8e-11)
     """
-    found = _links.get(mesh.root)
-    if found is None:
-        root = mesh.root
-        found = _links[root] = {axis: SLOW if axis in root.slow else ORDINARY for axis in root.axes}
-    return found
+    return _measured.get(mesh.root.text) or _ordinary(mesh.root)
+
+
+@memo("links", limit=1024)
+def _ordinary(root: Mesh) -> dict[str, Link]:
+    return {axis: SLOW if axis in root.slow else ORDINARY for axis in root.axes}
 
 
 def set_links(mesh: Mesh, measured: Mapping[str, Link]) -> None:
     """Let decisions and plans reckon with these links from now on; every rank must set the same."""
     for axis in measured:
         mesh.size_of(axis)
-    _links[mesh.root] = {**links(mesh), **measured}
-    for key in [key for key in _routes if key[0] is mesh.root]:
-        del _routes[key]
-    cache_clear(*CHOICES)
+    _measured[mesh.root.text] = {**links(mesh), **measured}
+    cache_clear(*CHOICES, "routes")
 
 
 def route(mesh: Mesh, axes: tuple[str, ...]) -> Link:
@@ -69,11 +68,11 @@ def route(mesh: Mesh, axes: tuple[str, ...]) -> Link:
     >>> route(mesh, ("dp", "tp")).latency, round(1e-9 / route(mesh, ("dp", "tp")).per_byte, 1)  # 4 of 7 peers are far: GB/s
     (5e-05, 18.4)
     """
-    found = _routes.get((mesh.root, axes))
-    return _find_route(mesh.root, axes) if found is None else found
+    return _route(mesh.root, axes)
 
 
-def _find_route(root: Mesh, axes: tuple[str, ...]) -> Link:
+@memo("routes", limit=4096)
+def _route(root: Mesh, axes: tuple[str, ...]) -> Link:
     crossed = [axis for axis in axes if root.axis_sizes[axis] > 1]
     known = links(root)
     ranks = near = math.prod([root.axis_sizes[axis] for axis in crossed])
@@ -85,8 +84,7 @@ def _find_route(root: Mesh, axes: tuple[str, ...]) -> Link:
         near = nearer
     latency = max([known[axis].latency for axis in crossed], default=0.0)
     per_byte = sum(speed * (count / (ranks - 1)) for speed, count in peers.items())
-    found = _routes[root, axes] = Link(latency, float(per_byte))
-    return found
+    return Link(latency, float(per_byte))
 
 
 # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -55,14 +55,14 @@ _operators: dict[int, Operator] = {}
 def _operator(func: Any) -> Operator:
     found = _operators.get(id(func))  # the record keeps the overload alive, so its id stays its own
     if found is None:
-        found = _operators[id(func)] = Operator(func)
+        found = _operators.setdefault(id(func), Operator(func))  # of two threads the first: keys hold it
     return found
 
 
 def forget() -> None:
     """Forget what was found out of operators and decided for them: a row of the table was added or taken away."""
     _operators.clear()
-    _known.clear()
+    _decisions.clear()
     signature.cache_clear()
 
 
@@ -179,7 +179,7 @@ def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         known = Known(cls, decision, func, given.layouts[0].mesh, len(args))
         if known.makers is not None and decision.call is None:
             known.call = quickest(func, given)
-        _decisions.put(by_default if _takes_default_dtype(decision, given.layouts) else key, known)
+        known = _decisions.put(by_default if _takes_default_dtype(decision, given.layouts) else key, known)
     else:
         _decisions.hits += 1
     try:

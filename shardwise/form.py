@@ -19,13 +19,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
+from weakref import WeakValueDictionary
 
 import torch
 from torch import SymInt
 
 from ._torch import quotient
 from .layout import Factor, Layout, cut, default_sizes
-from .memo import memo
+from .memo import intern, memo
 from .mesh import Mesh, quote
 
 
@@ -64,7 +65,7 @@ def read_part(text: str) -> Part:
 class Form:
     """Mesh, parts of every dim, and what is pending: a layout without sizes, strides and dtype. Interned."""
 
-    __slots__ = ("dims", "mesh", "partials", "text")
+    __slots__ = ("__weakref__", "dims", "mesh", "partials", "text")
     mesh: Mesh
     dims: tuple[tuple[Part, ...], ...]
     partials: tuple[tuple[str, str], ...]
@@ -72,14 +73,11 @@ class Form:
     text: str
 
     @staticmethod
-    @memo("forms", limit=16384)
     def of(mesh: Mesh, dims: tuple[tuple[Part, ...], ...], partials: tuple[tuple[str, str], ...]) -> Form:
         """The one form of these parts."""
-        self = object.__new__(Form)
-        self.mesh, self.dims, self.partials = mesh, dims, partials
-        parts = ",".join("*".join(part.text for part in dim) for dim in dims)
-        self.text = f"{mesh.text} [{parts}] {','.join(f'{kind}@{quote(axis)}' for axis, kind in partials)}"
-        return self
+        content = (mesh, dims, partials)
+        found = _forms.get(content)
+        return intern(_forms, content, lambda: _build(*content)) if found is None else found
 
     @staticmethod
     @memo("forms read", limit=16384)
@@ -105,6 +103,17 @@ class Form:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return restore_form, (self.text,)
+
+
+_forms: WeakValueDictionary[tuple[Any, ...], Form] = WeakValueDictionary()
+
+
+def _build(mesh: Mesh, dims: tuple[tuple[Part, ...], ...], partials: tuple[tuple[str, str], ...]) -> Form:
+    self = object.__new__(Form)
+    self.mesh, self.dims, self.partials = mesh, dims, partials
+    parts = ",".join("*".join(part.text for part in dim) for dim in dims)
+    self.text = f"{mesh.text} [{parts}] {','.join(f'{kind}@{quote(axis)}' for axis, kind in partials)}"
+    return self
 
 
 def restore_form(text: str) -> Form:

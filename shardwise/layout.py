@@ -24,6 +24,7 @@ from torch import SymInt
 from ._torch import OpaqueBaseMeta, constant_type, hint, known, quotient
 from .check import several, shown
 from .errors import LayoutError, MeshError
+from .memo import intern
 from .mesh import Mesh, quote
 from .placement import Partial, Placement, Replicate, Shard, read_placement
 
@@ -219,7 +220,7 @@ class Layout(metaclass=OpaqueBaseMeta):
         except TypeError:  # a size is a symbol
             return _with_symbols(content)
         if found is None:
-            found = _layouts[content] = _build(content, shape)
+            found = intern(_layouts, content, lambda: _build(content, shape))
         return found
 
     def replace(self, **changes: Any) -> Layout:

@@ -1,4 +1,6 @@
-"""Bounded caches on pure functions, each with a name; `cache_info()` shows them all.
+"""Bounded caches on pure functions, each with a name, and tables of interned values; `cache_info()` shows the caches.
+
+Threads share them. Look-ups take no lock; whoever adds something does, and of two threads that add the same the first wins.
 
 >>> @memo("squares", limit=2)
 ... def square(n): return n * n
@@ -8,9 +10,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from .check import choice
 
@@ -18,6 +22,27 @@ from .check import choice
 CHOICES = ("decisions", "plans")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+T = TypeVar("T")
+
+#: Held while something is added to a cache or a table, and by whoever empties one. A thread that holds it may add more.
+_adding = threading.RLock()
+
+
+def intern(table: WeakValueDictionary[Any, T], content: Hashable, make: Callable[[], T]) -> T:
+    """The one value of a content in a table, made if there is none: for a content that was not found there.
+
+    >>> class Name:
+    ...     pass
+    >>> names = WeakValueDictionary()
+    >>> first = intern(names, "dp", Name)
+    >>> intern(names, "dp", Name) is first
+    True
+    """
+    with _adding:
+        found = table.get(content)
+        if found is None:
+            found = table[content] = make()
+        return found
 
 
 class CacheInfo(NamedTuple):
@@ -31,7 +56,10 @@ class CacheInfo(NamedTuple):
 
 @dataclass(slots=True)
 class Cache:
-    """A dictionary with a bound: the oldest entry leaves when a new one comes. Readers use `entries.get` directly."""
+    """A dictionary with a bound: the oldest entry leaves when a new one comes. Readers use `entries.get` directly.
+
+    Hits are counted without a lock, so some of those that threads have at the same moment are not counted.
+    """
 
     name: str
     limit: int
@@ -39,12 +67,19 @@ class Cache:
     hits: int = 0
     misses: int = 0
 
-    def put(self, key: Hashable, value: Any) -> None:
-        """Keep an answer that was not known."""
-        self.misses += 1
-        if len(self.entries) >= self.limit:
-            self.entries.pop(next(iter(self.entries)), None)
-        self.entries[key] = value
+    def put(self, key: Hashable, value: Any) -> Any:
+        """Keep an answer that was not known; gives the one that is kept, which may be another thread's."""
+        with _adding:
+            self.misses += 1
+            if len(self.entries) >= self.limit:
+                self.entries.pop(next(iter(self.entries)), None)
+            return self.entries.setdefault(key, value)
+
+    def clear(self) -> None:
+        """Forget all answers, and how often there were any."""
+        with _adding:
+            self.entries.clear()
+            self.hits = self.misses = 0
 
     def info(self) -> CacheInfo:
         """The numbers of this cache."""
@@ -72,8 +107,7 @@ def memo(name: str, limit: int) -> Callable[[Function], Function]:
             except TypeError:  # sizes that are symbols of a trace: what holds for them is forgotten with the trace
                 return function(*args)
             if found is cache:
-                found = function(*args)
-                cache.put(args, found)
+                found = cache.put(args, function(*args))
             else:
                 cache.hits += 1
             return found
@@ -117,6 +151,4 @@ def cache_clear(*names: str) -> None:
     for name in names:
         choice(name, "cache_clear: a name of *names", sorted(_caches))
     for name in names or _caches:
-        cache = _caches[name]
-        cache.entries.clear()
-        cache.hits = cache.misses = 0
+        _caches[name].clear()

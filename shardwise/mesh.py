@@ -12,25 +12,27 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
 from typing import Any
 from urllib.parse import quote as _quote
 from urllib.parse import unquote
+from weakref import WeakValueDictionary
 
 from ._torch import OpaqueBaseMeta, constant_type
 from .check import shown
 from .errors import MeshError
-from .memo import CHOICES, cache_clear
+from .memo import CHOICES, cache_clear, intern, memo
 
-_meshes: dict[tuple[Any, ...], Mesh] = {}
+_meshes: WeakValueDictionary[tuple[Any, ...], Mesh] = WeakValueDictionary()
 #: What a mesh may be told about its groups, by whether they must be made explicitly.
 _GROUPS = ("auto", "explicit")
 
 
 def root_meshes() -> tuple[Mesh, ...]:
-    """The meshes made in this process so far, without their sub-meshes."""
-    return tuple(mesh for mesh in _meshes.values() if mesh.root is mesh)
+    """The meshes of this process that someone holds, without their sub-meshes."""
+    held = [found() for found in _meshes.valuerefs()]  # at once: another thread may make one meanwhile
+    return tuple(mesh for mesh in held if mesh is not None and mesh.root is mesh)
 
 
 def group_named(alias: str) -> tuple[Mesh, tuple[str, ...]]:
@@ -57,12 +59,13 @@ class Mesh(metaclass=OpaqueBaseMeta):
     ranks: tuple[int, ...]
     device: str
     world: str
-    root: Mesh
     slow: tuple[str, ...]
     explicit: bool
     # The one fact of a root that changes. It is no part of its identity: a group that becomes known makes other plans possible
     # and no layout another, so tensors made before and after stay on one mesh. Like the groups, it belongs to one process.
     _flattened: set[frozenset[str]]
+    _of: Mesh | None
+    _groups_of: dict[tuple[int, tuple[str, ...]], tuple[int, ...]]
 
     def __new__(  # noqa: PLR0913  a mesh is these facts
         cls,
@@ -79,15 +82,24 @@ class Mesh(metaclass=OpaqueBaseMeta):
         slow = _slow_axes(names, slow) if of is None else tuple(axis for axis in names if axis in of.slow)
         explicit = _is_explicit(groups) if of is None else of.explicit
         content = (names, tuple(int(n) for n in sizes), tuple(int(r) for r in ranks), device, world, of, slow, explicit)
-        if content not in _meshes:
-            _check(content[0], content[1], content[2] if of is None else None)
-            self = super().__new__(cls)
-            self.axes, self.shape, self.ranks, self.device, self.world = content[:5]
-            self.root = self if of is None else of
-            self.slow, self.explicit, self._flattened = slow, explicit, set()
-            self.axis_sizes, self.ndim, self._size  # noqa: B018  a traced program reads only what is there already
-            _meshes[content] = self
-        return _meshes[content]
+        found = _meshes.get(content)
+        if found is not None:
+            return found
+        _check(content[0], content[1], content[2] if of is None else None)
+        return intern(_meshes, content, lambda: cls._build(*content))
+
+    @classmethod
+    def _build(cls, *content: Any) -> Mesh:
+        self = super().__new__(cls)
+        self.axes, self.shape, self.ranks, self.device, self.world, self._of, self.slow, self.explicit = content
+        self._flattened, self._groups_of = set(), {}
+        self.axis_sizes, self.ndim, self._size  # noqa: B018  a traced program reads only what is there already
+        return self
+
+    @property
+    def root(self) -> Mesh:
+        """The mesh that this one names some axes of; itself, if it names all."""
+        return self if self._of is None else self._of  # no attribute: a mesh that holds itself is never freed
 
     @staticmethod
     def from_torch(device_mesh: Any) -> Mesh:
@@ -105,7 +117,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
         return Mesh(names, grid.shape, grid.flatten().tolist(), device_mesh.device_type, "processes")
 
     @staticmethod
-    @lru_cache(maxsize=1024)
+    @memo("meshes read", limit=1024)
     def read(text: str) -> Mesh:
         """The mesh that a `text` tells.
 
@@ -297,11 +309,13 @@ class Mesh(metaclass=OpaqueBaseMeta):
 
     def peers(self, place: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The places that differ from `place` along `axes` only, the first of `axes` varying slowest."""
-        return _peers(self.root, place, axes)
+        root = self.root
+        found = root._groups_of.get((place, axes))
+        return root._groups_of.setdefault((place, axes), _peers(root, place, axes)) if found is None else found
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All groups of places over `axes`."""
-        return tuple(dict.fromkeys(_peers(self.root, place, axes) for place in range(len(self.ranks))))
+        return tuple(dict.fromkeys(self.peers(place, axes) for place in range(len(self.ranks))))
 
     def sorted_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
         """The given axes in the order of the root mesh."""
@@ -337,7 +351,6 @@ class Mesh(metaclass=OpaqueBaseMeta):
 constant_type(Mesh)
 
 
-@lru_cache(maxsize=16384)
 def _peers(root: Mesh, place: int, axes: tuple[str, ...]) -> tuple[int, ...]:
     here, moving = root.coordinates[place], [root.axes.index(axis) for axis in axes]
     found = []

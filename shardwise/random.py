@@ -23,6 +23,7 @@ import hashlib
 import importlib
 import math
 import struct
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from .counter import Draw, Spans, bits, fill, index, recipe, values
 from .errors import OperatorError
 from .keep import watched
 from .layout import Factor, Layout, PerRank, contiguous_stride, dense_stride, whole
+from .memo import memo
 
 #: How many bytes the state of a CPU generator has, and where among them `_Count` is.
 SIZE, PLACE = 5056, 5048
@@ -43,6 +45,7 @@ MOST = 0x7F7FFFFF
 
 Key = tuple[Any, Any]
 _KEYS = struct.Struct(">qq")
+_counting = threading.Lock()
 
 
 class State(NamedTuple):
@@ -109,9 +112,10 @@ def _draw_key(generator: Generator | None) -> tuple[int, int]:
     if generator is not None:
         drawn = torch.empty(2, dtype=torch.int64, device=generator.device).random_(generator=generator)
         return tuple(drawn.tolist())
-    state, field = _state()
-    count = field.value if field.valid else 0
-    _set_count(state, field, count + 1)
+    with _counting:  # two threads never draw the same numbers
+        state, field = _state()
+        count = field.value if field.valid else 0
+        _set_count(state, field, count + 1)
     digest = hashlib.blake2b(f"{torch.initial_seed()}:{count}".encode(), digest_size=16).digest()
     first, second = _KEYS.unpack(digest)
     return first, second
@@ -155,7 +159,7 @@ def sides(layout: Layout) -> list[Side]:
     return found or [Side(whole(1), 1, 1)]
 
 
-@functools.lru_cache(maxsize=4096)
+@memo("spans", limit=4096)
 def spans(layout: Layout, place: int) -> Spans:
     """The indices that the rank at a place holds."""
     several = [(side, layout.shard(side.factor, place)) for side in sides(layout)]
@@ -163,7 +167,7 @@ def spans(layout: Layout, place: int) -> Spans:
     return Spans(*zip(*facts, strict=True))
 
 
-@functools.lru_cache(maxsize=4096)
+@memo("boxes", limit=4096)
 def box(layout: Layout) -> PerRank:
     """The same for every rank."""
     return PerRank(functools.partial(spans, layout))

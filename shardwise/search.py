@@ -17,6 +17,7 @@ from typing import NamedTuple
 from .bounds import Side, carried, indices, missing, points, products, reductions, shares
 from .cost import Link, route
 from .layout import Dim, Factor, Layout, default_sizes, whole
+from .memo import memo
 from .mesh import Mesh
 from .step import Step
 
@@ -392,7 +393,7 @@ def _target_grids(space: Space, counts: Numbers) -> Iterable[Way]:
     return (tuple(found),)
 
 
-@lru_cache(maxsize=1024)
+@memo("grids", limit=1024)
 def _grids(mesh: Mesh, counts: tuple[int, ...]) -> tuple[Way, ...]:
     """Every way for axes of the mesh (of more than one rank) to count so many pieces of each dim."""
     if not counts:
