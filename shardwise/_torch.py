@@ -53,6 +53,7 @@ __all__ = [
     "constant_type",
     "decompositions",
     "dispatch_modes",
+    "excludes",
     "flex_operators",
     "hint",
     "in_order",
@@ -116,7 +117,7 @@ below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 
 #: Given a key and False: in the block operators see that key again, which dispatch to a subclass hides from what it calls.
-_excludes: Any = torch._C._SetExcludeDispatchKeyGuard
+excludes: Any = torch._C._SetExcludeDispatchKeyGuard
 
 
 #: Whether a class of tensors wraps others, and says which.
@@ -138,7 +139,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def alias(x: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory, for use below autograd, where views would not see the writes to one another."""
-    with _excludes(torch._C.DispatchKey.ADInplaceOrView, False):
+    with excludes(torch._C.DispatchKey.ADInplaceOrView, False):
         return x.detach()
 
 
@@ -146,7 +147,7 @@ def alias(x: torch.Tensor) -> torch.Tensor:
 def knows_conjugates() -> Iterator[None]:
     """In the block a tensor that is marked as a conjugate or a negative is read as one: for operators that make such tensors
     themselves, and run where dispatch to a subclass has hidden that."""
-    with _excludes(torch._C.DispatchKey.Conjugate, False), _excludes(torch._C.DispatchKey.Negative, False):
+    with excludes(torch._C.DispatchKey.Conjugate, False), excludes(torch._C.DispatchKey.Negative, False):
         yield
 
 

@@ -1,5 +1,5 @@
 """What torch's tracer is taught: whole training steps as one graph, tensors taken apart quickly, collectives kept in order;
-and what its functions on state dicts are taught.
+and what its functions on state dicts and its composite operators are taught.
 
 These change torch's own classes and functions, once, and only what they do for the backends and operators of this library.
 """
@@ -22,7 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ._torch import alias, tracing_context
+from ._torch import alias, excludes, tracing_context
 from .errors import RematError
 
 
@@ -443,3 +443,26 @@ def teach_state_dicts(cls: type, gather: Callable[[Any], Any], copy: Callable[[A
         return iterate(value, sharded, distributed, plain if own is None else lambda x, *_: own(x), **words)
 
     module._iterate_state_dict = taught
+
+
+#: Composite operators that, given any tensor subclass, take another way, on which nothing is written to `out=`.
+_LOSE_OUT = ("kron.out", *(f"linalg_matrix_rank.{name}out" for name in ("", "atol_rtol_tensor_", "atol_rtol_float_")))
+_LOSE_OUT += ("linalg_matrix_rank.out_tol_tensor",)
+_composites = torch.library.Library("aten", "IMPL")
+
+
+def write_outs(cls: type) -> None:
+    """Make composite operators write to `out=` where tensors of a class are among their arguments. A composite operator is
+    taken apart before a class is asked; the key that notes a thread's state for subclasses is the only one that comes first."""
+    for name in _LOSE_OUT:
+        _composites.impl(name, functools.partial(_into_out, name, cls), "PythonTLSSnapshot")
+
+
+def _into_out(name: str, cls: type, *args: Any, **kwargs: Any) -> Any:
+    packet, _, overload = name.partition(".")
+    if not any(isinstance(value, cls) for value in (*args, *kwargs.values())):
+        with excludes(torch._C.DispatchKey.PythonTLSSnapshot, True):
+            return getattr(getattr(torch.ops.aten, packet), overload)(*args, **kwargs)
+    out = kwargs.pop("out")
+    value = getattr(torch.ops.aten, packet)(*args, **kwargs)
+    return torch.ops.aten.alias_copy.out(value.to(out.dtype) if torch.can_cast(value.dtype, out.dtype) else value, out=out)

@@ -139,6 +139,36 @@ def _on_one_device(func: Any, arguments: dict[str, Any]) -> tuple[Result, ...]:
     return tuple(Result(tuple(t.shape), t.stride(), t.dtype) for t in flat if isinstance(t, Tensor))
 
 
+def check_outs(func: Any, form: Any, facts: Signature, given: Arguments) -> None:
+    """Raise what an operator raises on one device because of the dtypes of its `out=` arguments alone."""
+    positional, named = layouts_shown(given)
+    shown = {**dict(zip(facts.names, positional, strict=False)), **named}
+    inputs = {name: _without_data(value) for name, value in shown.items() if name not in facts.outs}
+    try:
+        func(**inputs, **{name: _empty(shown[name]) for name in facts.outs})
+    except Exception as error:
+        if not _writes_results(func, form, facts, inputs):
+            return
+        error.add_note(f"in {facts.name}, which writes to {', '.join(repr(shown[name]) for name in facts.outs)}")
+        raise
+
+
+def _writes_results(func: Any, form: Any, facts: Signature, inputs: dict[str, Any]) -> bool:
+    """Whether an operator takes tensors without data, with `out=` of the dtypes that its functional form gives."""
+    try:
+        found = form(**inputs)
+        natural = found if len(signature(form).returns) > 1 else (found,)
+        func(**inputs, **{name: _empty(out) for name, out in zip(facts.outs, natural, strict=False)})
+    except Exception:
+        return False
+    return True
+
+
+def _empty(out: Any) -> Any:
+    """An `out=` of a dtype, that takes any shape."""
+    return [_empty(item) for item in out] if isinstance(out, list | tuple) else torch.empty(0, dtype=out.dtype, device="meta")
+
+
 def _without_data(value: Any) -> Any:
     if isinstance(value, Layout):
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")

@@ -15,17 +15,17 @@ import torch
 from torch import SymInt, Tensor
 
 from ._torch import dispatch_modes, no_dispatch, no_modes, raw_call, rebuilt
-from .arguments import WHOLE, Arguments, ask_torch, bind, by_name, quickest
+from .arguments import WHOLE, Arguments, ask_torch, bind, by_name, check_outs, quickest
 from .comm import door
 from .decide import Decision, decide
 from .errors import OperatorError, ShardwiseError
-from .fallback import apart, choose, decompose, functional, functional_form, is_mixed, on_plain, writes_plain
+from .fallback import apart, choose, decompose, functional, functional_form, is_mixed, writes_plain
 from .layout import Layout, Number, PerRank, SymbolicLayout
 from .memo import new_cache
 from .mesh import Mesh
 from .plan import plan
 from .redistribute import check_moves, run
-from .rules.notation import Call, LocalCopy
+from .rules.notation import Call, LocalCopy, Rule
 from .rules.table import find
 from .signature import Signature, signature
 from .tools import Tools, maker, sever, wrap
@@ -35,10 +35,14 @@ _known = _decisions.entries
 _PLAIN = frozenset((int, bool, type(None), str, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
+#: Ends the key of a call that writes to a plain tensor, which is else taken as a replicated one.
+WRITES_PLAIN = "writes to a plain tensor"
+
+
 class Operator:
     """An operator overload as dispatch sees it. Its place in a key is cheaper to hash than the overload's own."""
 
-    __slots__ = ("by_type", "free", "func", "reshapes", "signature", "zipped")
+    __slots__ = ("by_type", "free", "func", "knows_plain", "reshapes", "signature", "zipped")
 
     def __init__(self, func: Any) -> None:
         self.func, self.signature = func, signature(func)
@@ -47,6 +51,7 @@ class Operator:
         self.reshapes = torch.Tag.inplace_view in func.tags
         row = find(func)
         self.zipped = row is not None and row.zipped
+        self.knows_plain = bool(self.signature.written) and _own_program(func, row) is not None
 
 
 _operators: dict[int, Operator] = {}
@@ -164,11 +169,11 @@ def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     operator = _operator(func)
     if operator.zipped and is_mixed(cls, args):
         return apart(Tools(cls), func, args, kwargs)
-    if operator.reshapes:
+    if operator.reshapes and not operator.knows_plain:
         return _reshape_in_place(cls, func, args, kwargs)
-    if operator.signature.written and writes_plain(cls, func, args, kwargs):
-        return on_plain(Tools(cls), func, args, kwargs)
     given = Arguments(cls, operator, args, kwargs)
+    if operator.signature.written and not operator.knows_plain and writes_plain(cls, operator.signature, args, kwargs):
+        given.key.append(WRITES_PLAIN)
     if _has_symbols(given.key):
         return _symbolic(cls, func, args, kwargs, given)
     key = tuple(given.key)
@@ -267,16 +272,30 @@ def _decide(func: Any, facts: Signature, given: Arguments) -> Decision:
         with no_modes():
             return _decide(func, facts, given)
     row = find(func)
-    if row is None:
+    if facts.outs and (form := functional_form(func)) is not None:
+        check_outs(func, form, facts, given)
+    if row is None or given.key[-1] is WRITES_PLAIN:
         return Decision(program=choose(func, facts))
-    form = functional_form(func) if facts.written else None
-    borrowed = form is not None and find(form) is row
+    borrowed = _is_borrowed(func, row)
     if row.program is not None and not row.inputs and row.function is None:
         return Decision(copy_back=True) if borrowed else Decision(program=row.program)
-    if facts.written and not facts.in_place and (row.function is None or borrowed):
+    if facts.outs or (facts.written and not facts.in_place and (row.function is None or borrowed)):
         return Decision(program=choose(func, facts))
     call = bind(func, facts, given)
     return decide(row, call)
+
+
+def _is_borrowed(func: Any, row: Rule) -> bool:
+    """Whether the row of an operator that writes is that of its functional form."""
+    form = functional_form(func) if signature(func).written else None
+    return form is not None and find(form) is row
+
+
+def _own_program(func: Any, row: Rule | None) -> Any:
+    """The program that runs in place of this very operator, whatever its arguments are."""
+    if row is None or row.inputs or row.function is not None or _is_borrowed(func, row):
+        return None
+    return row.program
 
 
 def carry_out(cls: Any, func: Any, args: Any, kwargs: Any, choose_for: Callable[[Call], Decision]) -> Any:
@@ -292,6 +311,8 @@ def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: Argum
     if facts.written:
         _check_writes(cls, facts, args, kwargs)
     if decision.program is not None:
+        if not facts.written:
+            args, kwargs = _distributed(known, args), {name: _distributed(known, value) for name, value in kwargs.items()}
         return decision.program(known.tools, func, *args, **kwargs)
     if decision.copy_back:
         return functional(Tools(cls), func, *args, **kwargs)
@@ -311,6 +332,14 @@ def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: Argum
         local = _locally(_call_or_copy, known, given)
         return sever(wrap(cls, local, cast(Layout, decision.results[0])), func, args, kwargs, 0)
     return _results(cls, func, local, known, args, kwargs)
+
+
+def _distributed(known: Known, value: Any) -> Any:
+    """An argument that a program reads, with replicated DTensors in the place of plain tensors."""
+    if isinstance(value, list | tuple):
+        return type(value)([_distributed(known, item) for item in value])
+    plain = isinstance(value, Tensor) and not known.tools.is_distributed(value)
+    return known.tools.replicated(value, known.mesh) if plain else value
 
 
 def _locally(call: Callable[..., Any], known: Known, given: Arguments) -> Any:

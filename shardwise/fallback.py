@@ -61,18 +61,23 @@ def decompose(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def functional_form(func: Any) -> Any:
-    """The overload that gives as new tensors what `func` writes to one argument or to `out=` arguments; None if none does."""
+    """The overload that gives as new tensors what `func` gives, followed by what it writes to and does not give; None if there
+    is none."""
     facts = signature(func)
-    if not facts.in_place and set(facts.returns) != set(facts.written):
-        return None  # it gives back more, or other things, than it writes to
     name = facts.name.partition(".")[2]
-    base = name[:-1] if facts.in_place and name.endswith("_") else name
-    wanted = [a for a in _typed(func) if facts.in_place or a[0] not in facts.written]
-    for candidate in overloads(func, base):
+    base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    wanted = [argument for argument in _typed(func) if argument[0] not in facts.outs]
+    for candidate in (form for held in (base, f"{base}_functional") for form in overloads(func, held)):
         other = signature(candidate)
-        if not other.written and _typed(candidate) == wanted and len(other.returns) >= 1:
+        if not other.written and _typed(candidate) == wanted and len(other.returns) == len(_order(facts)):
             return candidate
     return None
+
+
+def _order(facts: Signature) -> list[str | None]:
+    """What the functional form gives: the results (by the argument each one is, None: a new one), then what else is written."""
+    rest = sorted(facts.written, key=lambda name: name not in facts.outs)
+    return [*facts.returns, *(name for name in rest if name not in facts.returns)]
 
 
 def _typed(func: Any) -> list[tuple[str, str]]:
@@ -80,23 +85,65 @@ def _typed(func: Any) -> list[tuple[str, str]]:
 
 
 def functional(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the functional form, then copy its results into the written arguments."""
+    """Run the functional form, then copy its results into the written arguments, plain tensors or DTensors."""
     facts, form = signature(func), functional_form(func)
     if form is None:
         return gather(tools, func, *args, **kwargs)
     given = {**dict(zip(facts.names, args, strict=False)), **kwargs}
-    targets = [given[name] for name in facts.written]
-    inputs = {name: value for name, value in given.items() if facts.in_place or name not in facts.written}
-    outs = form(**inputs)
-    for target, out in zip(targets, outs if isinstance(outs, tuple | list) else (outs,), strict=True):
-        if target.shape != out.shape:
-            raise OperatorError(f"{facts.name} would resize its argument from {list(target.shape)} to {list(out.shape)}")
-        target.copy_(out)
-    return targets[0] if len(targets) == 1 else tuple(targets)
+    outs = form(**{name: value for name, value in given.items() if name not in facts.outs})
+    order = _order(facts)
+    return _written(tools, facts, given, list(zip(order, (outs,) if len(order) == 1 else outs, strict=True)))
+
+
+def _written(tools: Any, facts: Signature, given: dict[str, Any], found: list[tuple[str | None, Any]]) -> Any:
+    """What an operator gives, from its new results (by no name) and from what becomes of the arguments that it writes to."""
+    pairs = [(name, *pair) for name, value in found if name is not None for pair in _pairs(given.get(name), value)]
+    for name, target, value in pairs:
+        _check_fit(facts, target, value, name in facts.outs and not (tools.is_distributed(target) and target.numel()))
+    for _, target, value in pairs:
+        _put(tools, target, value)
+    new = iter([value for name, value in found if name is None])
+    results = [given[name] if name is not None else next(new) for name in facts.returns]
+    return results[0] if len(results) == 1 else tuple(results) if results else None
+
+
+def _pairs(target: Any, value: Any) -> list[tuple[Any, Any]]:
+    """Each tensor that is written to, with its new value; lists go element by element, and nothing is where None was given."""
+    if isinstance(target, list | tuple):
+        return [pair for one, other in zip(target, value, strict=True) for pair in _pairs(one, other)]
+    return [] if target is None else [(target, value)]
+
+
+def _check_fit(facts: Signature, target: Tensor, value: Tensor, resizes: bool) -> None:
+    """Refuse, as torch does, what a written tensor cannot hold, before any of them is written to."""
+    if not torch.can_cast(value.dtype, target.dtype):
+        raise OperatorError(
+            f"{facts.name} gives {value.dtype}, which cannot be cast to {target.dtype}, the dtype of a tensor that it writes to"
+        )
+    if target.shape != value.shape and not resizes:
+        raise OperatorError(
+            f"{facts.name} would resize a tensor that it writes to from {list(target.shape)} to {list(value.shape)}; give one "
+            "of that shape, or an out= without elements"
+        )
+
+
+def _put(tools: Any, target: Any, value: Any) -> None:
+    """Write a whole value to a plain tensor or a DTensor, which takes its shape."""
+    distributed = tools.is_distributed(target)
+    if not distributed and tools.is_distributed(value):
+        value = tools.plain(value)
+    if target.shape == value.shape:
+        target.copy_(value)
+    elif distributed:
+        mesh = tools.layout(target).mesh
+        whole = value if tools.is_distributed(value) else tools.replicated(value, mesh)
+        tools.become(target, whole.to(target.dtype, copy=True))
+    else:  # an operator that does as all do with their `out=`: it warns of a tensor with elements
+        torch.ops.aten.alias_copy.out(value.to(target.dtype), out=target)
 
 
 def gather(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the operator on whole tensors, on every rank; the results are replicated."""
+    """Run the operator on whole tensors, on every rank; its new results are replicated."""
     facts = signature(func)
     mesh = tools.mesh(*args, *kwargs.values())
     note_fallback(facts.name)
@@ -111,13 +158,13 @@ def gather(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         return [gathered(item) for item in value] if isinstance(value, list | tuple) else value
 
     given = {**dict(zip(facts.names, args, strict=False)), **kwargs}
-    fresh = {name: _fresh(gathered(v)) if name in facts.written else gathered(v) for name, v in given.items()}
-    outs = door(mesh).each(partial(_aware, func, tuple(fresh)), mesh, *fresh.values())
-    for name in facts.written:
-        _write_back(tools, given[name], fresh[name], mesh)
-    if facts.written and any(facts.returns):
-        written = [given[name] for name in facts.returns if name]
-        return written[0] if len(written) == 1 else tuple(written)
+    values = [_nothing(v) if name in facts.outs else gathered(v) for name, v in given.items()]
+    outs, written = door(mesh).each(partial(_aware, func, tuple(given)), mesh, *values)
+    if facts.written:
+        several = outs if len(facts.returns) > 1 else (outs,)
+        new = [(None, _wrapped(tools, out, mesh)) for name, out in zip(facts.returns, several, strict=False) if name is None]
+        names = [name for name in facts.written if name in given]
+        return _written(tools, facts, given, [*new, *zip(names, _wrapped(tools, written, mesh), strict=True)])
     results = _wrapped(tools, outs, mesh)
     return _severed(results, func, args, kwargs) if facts.view and _moved(tools, given) else results
 
@@ -132,13 +179,35 @@ def _apart(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape, 2))[..., 0].copy_(x)
 
 
-def _aware(func: Any, names: tuple[str, ...], *values: Any) -> Any:
-    """The operator on whole tensors; of complex ones it may take lazy conjugates on its way."""
-    given = dict(zip(names, values, strict=True))
-    if not any(isinstance(value, Tensor) and value.is_complex() for value in values):
-        return func(**given)
+def _nothing(out: Any) -> Any:
+    """For an `out=` argument, which is not read: what makes an empty tensor on each rank, that the operator resizes."""
+    return (
+        [_nothing(item) for item in out]
+        if isinstance(out, list | tuple)
+        else partial(torch.empty, 0, dtype=out.dtype, device=out.device)
+    )
+
+
+def _made(value: Any) -> Any:
+    """What a written argument is while the operator runs."""
+    if isinstance(value, list | tuple):
+        return [_made(item) for item in value]
+    return value.clone() if isinstance(value, Tensor) else value() if callable(value) else value
+
+
+def _aware(func: Any, names: tuple[str, ...], *values: Any) -> tuple[Any, list[Any]]:
+    """The operator on whole tensors, and what it wrote; of complex ones it may take lazy conjugates on its way."""
+    facts = signature(func)
+    given = {name: _made(v) if name in facts.written else v for name, v in zip(names, values, strict=True)}
+
+    def run() -> tuple[Any, list[Any]]:
+        outs = func(**given)
+        return outs, [given[name] for name in facts.written if name in given]
+
+    if not any(isinstance(value, Tensor) and value.is_complex() for value in given.values()):
+        return run()
     with knows_conjugates():
-        return tree_map_only(Tensor, _resolved, func(**given))
+        return tree_map_only(Tensor, _resolved, run())
 
 
 def _resolved(x: Tensor) -> Tensor:
@@ -156,20 +225,6 @@ def _severed(value: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return sever(value, func, args, kwargs, 0)
 
 
-def _fresh(value: Any) -> Any:
-    return [_fresh(item) for item in value] if isinstance(value, list) else value.clone()
-
-
-def _write_back(tools: Any, target: Any, local: Any, mesh: Any) -> None:
-    if isinstance(target, list | tuple):
-        for one, piece in zip(target, local, strict=True):
-            _write_back(tools, one, piece, mesh)
-    elif tools.is_distributed(target):
-        target.copy_(_wrapped(tools, local, mesh))
-    else:
-        target.copy_(door(mesh).plain(local))
-
-
 def _wrapped(tools: Any, value: Any, mesh: Any) -> Any:
     if isinstance(value, Tensor):
         layout = make_layout(value.shape, mesh, [Replicate()] * mesh.ndim, value.dtype, value.stride())
@@ -177,30 +232,11 @@ def _wrapped(tools: Any, value: Any, mesh: Any) -> Any:
     return type(value)(_wrapped(tools, item, mesh) for item in value) if isinstance(value, list | tuple) else value
 
 
-def writes_plain(cls: Any, func: Any, args: Any, kwargs: Any) -> bool:
+def writes_plain(cls: Any, facts: Signature, args: Any, kwargs: Any) -> bool:
     """Whether an operator writes to a plain tensor."""
-    facts = signature(func)
     given = {**dict(zip(facts.names, args, strict=False)), **kwargs}
-    return any(isinstance(given.get(name), Tensor) and not isinstance(given[name], cls) for name in facts.written)
-
-
-def on_plain(tools: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator that writes to a plain tensor on plain tensors: the whole values of its DTensors. What it gives beside
-    the tensors it wrote to is replicated."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        return tools.plain(value, signature(func).name) if tools.is_distributed(value) else value
-
-    outs = func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
-    if None not in signature(func).returns:
-        return outs
-    mesh = tools.mesh(*args, *kwargs.values())
-    several = outs if isinstance(outs, list | tuple) else (outs,)
-    new = [_wrapped(tools, door(mesh).each(torch.clone, mesh, door(mesh).replicate(out, mesh)), mesh) for out in several]
-    results = [n if name is None else o for n, o, name in zip(new, several, signature(func).returns, strict=True)]
-    return tuple(results) if isinstance(outs, list | tuple) else results[0]
+    targets = (target for name in facts.written for target, _ in _pairs(given.get(name), given.get(name)))
+    return any(not isinstance(target, cls) for target in targets)
 
 
 def _owners(cls: Any, args: Any) -> list[Any]:
@@ -217,17 +253,30 @@ def is_mixed(cls: Any, args: Any) -> bool:
 
 def apart(tools: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator on lists once for each mesh, and once for the plain tensors."""
-    owners = _owners(tools.cls, args)
+    facts, owners = signature(func), _owners(tools.cls, args)
+    given = {**dict(zip(facts.names, args, strict=False)), **kwargs}
     outs: list[Any] = [None] * len(owners)
     for owner in dict.fromkeys(owners):
         indices = [i for i, other in enumerate(owners) if other is owner]
-
-        def part(value: Any, indices: list[int] = indices, owner: Any = owner) -> Any:
-            if isinstance(value, list | tuple):
-                return [part(value[i]) for i in indices] if len(value) == len(owners) else value
-            return tools.plain(value) if owner is None and tools.is_distributed(value) else value
-
-        got = func(*[part(arg) for arg in args], **{name: part(value) for name, value in kwargs.items()})
+        copies: list[tuple[Any, Any]] = []
+        parts = {name: _part(tools, value, indices, owners, copies) for name, value in given.items()}
+        if isinstance(scalars := parts.get("scalars"), Tensor):  # one for each index
+            parts["scalars"] = scalars[indices]
+        got = func(**parts)
+        for target, value in copies:
+            if any(target is item for name in facts.written for item, _ in _pairs(given.get(name), given.get(name))):
+                _put(tools, target, value)
         for i, out in zip(indices, got or (), strict=False):
             outs[i] = out
-    return outs if signature(func).lists else None
+    return outs if facts.lists else None
+
+
+def _part(tools: Any, value: Any, indices: list[int], owners: list[Any], copies: list[tuple[Any, Any]]) -> Any:
+    """An argument for the tensors at some indices, all of one mesh or all plain; plain ones get copies of DTensors."""
+    if isinstance(value, list | tuple):
+        several = [value[i] for i in indices] if len(value) == len(owners) else value
+        return [_part(tools, item, indices, owners, copies) for item in several]
+    if owners[indices[0]] is not None or not tools.is_distributed(value):
+        return value
+    copies.append((value, tools.plain(value).clone()))
+    return copies[-1][1]

@@ -22,7 +22,8 @@ class Signature:
     names      all arguments, in order
     tensors    those that are tensors or lists of tensors
     free       positions and names of arguments that are no part of a key (their type is)
-    written    names of the arguments the operator writes to
+    written    names of the arguments the operator writes to, tensors or lists of tensors
+    outs       those of them that it does not read: its `out=` arguments
     returns    for each result, the name of the written argument it is, or None
     lists      whether a result is a list of tensors
     view       whether a result shares memory with an argument
@@ -34,6 +35,7 @@ class Signature:
     defaults: dict[str, Any]
     free: frozenset[int | str]
     written: tuple[str, ...]
+    outs: tuple[str, ...]
     returns: tuple[str | None, ...]
     lists: bool
     view: bool
@@ -56,12 +58,9 @@ def signature(op: Any) -> Signature:
         by_type = "Tensor" in kind or (row is not None and "List[float]" not in kind and any(word in kind for word in _VALUES))
         if (by_type and argument.name not in static) or argument.name in freed:
             free |= {position, argument.name}
-    owner = {
-        label: argument.name
-        for argument in schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for label in argument.alias_info.before_set
-    }
+    # of a list the schema tells that it is written to, but no label
+    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    owner = {label: argument.name for argument in written for label in argument.alias_info.before_set}
     labels = [result.alias_info.before_set if result.alias_info is not None else () for result in schema.returns]
     return Signature(
         name=f"{schema.name.replace('::', '.')}",
@@ -69,7 +68,8 @@ def signature(op: Any) -> Signature:
         tensors=tuple(a.name for a in schema.arguments if "Tensor" in str(a.type)),
         defaults={a.name: a.default_value for a in schema.arguments if a.has_default_value()},
         free=frozenset(free),
-        written=tuple(dict.fromkeys(owner.values())),
+        written=tuple(argument.name for argument in written),
+        outs=tuple(argument.name for argument in written if argument.is_out),
         returns=tuple(next((owner[x] for x in names if x in owner), None) for names in labels),
         lists=any("List" in str(result.type) for result in schema.returns),
         view=any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns),

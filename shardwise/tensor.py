@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import SymInt, Tensor
 
 from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, AsyncTensor, base_of, is_batched, no_torch_function
-from ._tracer import teach_state_dicts
+from ._tracer import teach_state_dicts, write_outs
 from .checkpoint import chunk_list, shard_of, write_items
 from .comm import door
 from .comm.trace import current
@@ -350,6 +350,9 @@ def _values(x: DTensor) -> str:
     part = f"[{', '.join('+'.join(several) or 'nothing' for several in runs)}]" if runs else "it"
     pending = "".join(f", pending a {kind} over {axis}" for axis, kind in layout.partials)
     return f"rank {mesh.root.ranks[place]} holds {part}{pending}; x.full_tensor() on every rank has the whole:\n{local}"
+
+
+write_outs(DTensor)
 
 
 def _plain_tangent(tangent: Tensor, form: Any, expected_type: Any = None) -> DTensor | None:

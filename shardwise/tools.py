@@ -127,6 +127,11 @@ class Tools:
         layout = x._layout
         return door(layout.mesh).plain(move(x._local, layout, layout.replicated(), operator))
 
+    def become(self, x: Any, value: Any) -> None:
+        """Make `x` show the data of another DTensor, and its shape and layout, in place."""
+        torch.Tensor.data.__set__(x, value)  # type: ignore[attr-defined]  # the sizes that the wrapper itself shows
+        x._local, x._layout = value._local, value._layout
+
     def each(self, kernel: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
         """A function of local tensors on every rank; DTensors among the arguments give their locals."""
         locals_ = [a._local if isinstance(a, self.cls) else a for a in args]

@@ -364,3 +364,40 @@ def gradients_by_way_of_plain_and_local_tensors_add_up() -> None:
     for _ in range(2):
         x.to_local().sum().backward(torch.ones(()) if x.mesh.world == "processes" else sw.Bundle([torch.ones(())] * 2))
     same(x.grad, torch.full((4,), 4.0))
+
+
+@case(2)
+def gradients_are_unscaled_and_what_is_not_finite_in_one_shard_is_found_everywhere() -> None:
+    """`GradScaler` on a module with DTensors and plain tensors: the same parameters and scales as on one device."""
+
+    def trained(mesh: Mesh | None) -> tuple[list[Tensor], list[float]]:
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+        x = values(8, 4)
+        if mesh is not None:
+            model[0].weight = nn.Parameter(sw.distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
+            model[1].weight = nn.Parameter(sw.distribute_tensor(model[1].weight.detach(), mesh, [Replicate()]))
+            x = sw.distribute_tensor(x, mesh, [Shard(0)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        scales = []
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            scaler.scale(loss).backward()
+            if step == 2:  # in the last row, which the last rank holds
+                weight = model[0].weight.grad
+                weight[5:, 3:] = torch.inf
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return [p.detach() for p in model.parameters()], scales
+
+    want, scales = trained(None)
+    got, found = trained(sw.init_mesh(dp=2))
+    assert scales == found == [8.0, 16.0, 8.0, 8.0, 16.0]
+    for one, other in zip(got, want, strict=True):
+        same(one, other)

@@ -90,7 +90,8 @@ def _one_by_one(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         row = [arg[i] if isinstance(arg, list | tuple) else arg for arg in args]
         words = {k: v[i] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
         if name.startswith("addc") and len(row) == 4:  # the scalar is keyword-only in the single form
-            words["value"] = row.pop()
+            words["value"] = row[3][i].item() if isinstance(row[3], Tensor) else row[3]
+            row.pop()
         outs.append(single(*row, **words))
         if in_place:
             aten.copy_.default(row[0], outs[-1])
@@ -99,6 +100,8 @@ def _one_by_one(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
 
 for _name in _POINTWISE.split():
     rule(f"_foreach_{_name}", function=_foreach, zipped=True)
+# Their scalars are a tensor of values that are read, which tensors without data have none of.
+rule("_foreach_addcdiv.Tensor _foreach_addcmul.Tensor", program=_one_by_one, zipped=True)
 
 
 def _norms(tools: Any, op: Any, tensors: Sequence[Any], order: float = 2, dtype: Any = None) -> list[Any]:
@@ -170,4 +173,28 @@ def _fused_after_moves(tools: Any, op: Any, params: Sequence[Any], *args: Any, *
         original.copy_(copy)
 
 
-rule("_fused_adam _fused_adamw _fused_sgd _fused_adagrad", function=_fused, zipped=True)
+rule("_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_", function=_fused, zipped=True)
+
+
+def _unscale(tools: Any, op: Any, grads: Sequence[Any], found: Tensor, inverse: Tensor) -> None:
+    """Each rank scales its pieces; what is not finite in any of them is found on every rank."""
+    mesh = tools.layout(grads[0]).mesh
+    whole = [tools.move(grad, tools.layout(grad).reduced()) for grad in grads]
+    cut = dict.fromkeys(axis for grad in whole for axis in tools.layout(grad).states)
+    factor = tools.replicated(inverse, mesh)
+    local = tools.each(_unscaled, mesh, [tools.local(grad) for grad in whole], factor)
+    layout = Layout.of(mesh, (), [(axis, "max") for axis in cut], torch.float32)
+    found.copy_(torch.maximum(found, tools.move(tools.wrap(local, layout), layout.reduced())))
+    for grad, one in zip(grads, whole, strict=True):
+        if tools.layout(grad).partials:
+            grad.copy_(one)
+
+
+def _unscaled(grads: list[Tensor], inverse: Tensor) -> Tensor:
+    """Scales in place; 1 where a gradient had a value that is not finite, else 0."""
+    found = torch.zeros((), device=inverse.device)
+    aten._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
+    return found
+
+
+rule("_amp_foreach_non_finite_check_and_unscale_", program=_unscale, zipped=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import OperatorError
 from ..layout import Dim, Factor, Layout, PerRank, canonical, cut, whole
 from ..mesh import Mesh
 from .notation import Call, LocalCopy, Proposal
@@ -485,3 +486,24 @@ def _roll(tools: Any, op: Any, x: Any, shifts: Sequence[int], dims: Sequence[int
 
 
 rule("roll", "...[dims] -> ...[dims]", whole="[]", passes="all", program=_roll)
+
+
+def _resize_as(tools: Any, op: Any, x: Any, template: Any, memory_format: Any = None) -> Any:
+    """Either may be a plain tensor."""
+    return x.resize_(template.shape, memory_format=memory_format or torch.contiguous_format)
+
+
+rule("resize_as_", program=_resize_as)
+
+
+def _set(tools: Any, op: Any, x: Any, source: Any = None, *rest: Any) -> Any:
+    if rest or not tools.is_distributed(x) or not tools.is_distributed(source):
+        raise OperatorError(
+            f"{op._schema.name} would make a tensor share memory with another one, and a DTensor has none of its own: "
+            "give it another DTensor, or write to to_local()"
+        )
+    tools.become(x, source)
+    return x
+
+
+rule("set_", program=_set)

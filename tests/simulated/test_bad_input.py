@@ -61,7 +61,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "out= of another shape": (
         lambda: torch.add(X, X, out=sw.ones(3, mesh=MESH)),
         OperatorError,
-        r"aten\.add would resize its argument from \[3\] to \[4, 6\]",
+        r"aten\.add would resize a tensor that it writes to from \[3\] to \[4, 6\]",
     ),
 }
 
