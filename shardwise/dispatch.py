@@ -71,7 +71,7 @@ def forget() -> None:
     signature.cache_clear()
 
 
-def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: C901, PLR0912  one frame
+def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: C901, PLR0912, PLR0915  one frame
     """Run an operator on DTensors (and what stands beside them)."""
     operator = _operators.get(id(func)) or _operator(func)
     key: list[Any] = [operator]
@@ -113,6 +113,9 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
         local = known.call(*values, **kwargs) if kwargs else known.call(*values)
     except LocalCopy as copied:
         return sever(wrap(cls, copied.args[1], known.layout), func, args, kwargs or {}, 0)
+    except Exception as error:
+        _report(error, known, args)
+        raise
     make = known.maker
     if make is not None:
         self = make()
@@ -331,6 +334,9 @@ def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: Argum
     except LocalCopy:
         local = _locally(_call_or_copy, known, given)
         return sever(wrap(cls, local, cast(Layout, decision.results[0])), func, args, kwargs, 0)
+    except Exception as error:
+        _report(error, known, given.layouts)
+        raise
     return _results(cls, func, local, known, args, kwargs)
 
 
@@ -340,6 +346,14 @@ def _distributed(known: Known, value: Any) -> Any:
         return type(value)([_distributed(known, item) for item in value])
     plain = isinstance(value, Tensor) and not known.tools.is_distributed(value)
     return known.tools.replicated(value, known.mesh) if plain else value
+
+
+def _report(error: Exception, known: Known, args: Sequence[Any]) -> None:
+    """Tell other ranks of an error of this rank's kernel, which its own data may have caused: of tensors, or their layouts, of
+    which it does not hold the same as all others."""
+    layouts = [getattr(x, "_layout", x) for x in args]
+    if any(isinstance(layout, Layout) and layout is not layout.replicated() for layout in layouts):
+        door(known.mesh).report(error, known.mesh, known.signature.name)
 
 
 def _locally(call: Callable[..., Any], known: Known, given: Arguments) -> Any:

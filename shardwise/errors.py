@@ -12,10 +12,11 @@
     ├── PipelineError        a pipeline that cannot be: a schedule out of order, a batch that does not divide, shared parameters
     ├── CompileError         a program that another rank failed to compile, or artifacts that do not fit here
     ├── MismatchError        ranks that are about to communicate different things, found by `sw.debug_mode()`
+    ├── RankError            another rank failed, or does not answer, so that this one cannot go on
     └── WorldError           the world around: ranks that disagree, a value that differs between simulated ranks
 
 Each is raised from facts that every rank knows, before any communication, so all ranks raise it alike; a CompileError tells
-each rank what it waited for, and a MismatchError tells all what one of them found.
+each rank what it waited for, a MismatchError tells all what one of them found, and a RankError what one of them raised.
 """
 
 
@@ -65,6 +66,10 @@ class CompileError(ShardwiseError, RuntimeError):
 
 class MismatchError(ShardwiseError, RuntimeError):
     """Ranks that are about to communicate different things, or one that the others wait for in vain."""
+
+
+class RankError(ShardwiseError, RuntimeError):
+    """Another rank failed, or does not answer, so that this one cannot go on."""
 
 
 class WorldError(ShardwiseError, RuntimeError):

@@ -77,6 +77,10 @@ class Door(Protocol):
         """The local shape at every place of the root mesh (communicates where ranks are processes); nothing on a rank outside
         the mesh, which no one tells."""
 
+    def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
+        """Say that this rank raises an error that may be its own only, so that those that wait for it raise as well; `alone`
+        says that it surely is."""
+
 
 class Around:
     """Half a door: what does not communicate is passed on to another door. One that watches adds the verbs that do."""
@@ -121,6 +125,10 @@ class Around:
     def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
         """Pass on."""
         return self._door.reseat(x, have, want, shape)
+
+    def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
+        """Pass on."""
+        self._door.report(error, mesh, where, alone)
 
 
 # ── what every world checks alike ─────────────────────────────────────────────────────────────────────────────────────

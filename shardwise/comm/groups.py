@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import collectives, new_group
+from .._torch import collectives, dispatch_modes, new_group
 from ..errors import OperatorError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh
@@ -27,6 +27,7 @@ from .direct import all_reduce as direct_all_reduce
 from .direct import is_eager
 from .direct import reduce_scatter as direct_reduce_scatter
 from .door import Counts, check_chunks, same_ndim
+from .failure import guarded, in_job, joined, report
 from .messages import Batch
 from .names import forget, register
 from .post import Message, copied, deliver
@@ -95,6 +96,7 @@ class Processes:
         found = self._groups.get((mesh.root, axes))
         return self._make(mesh.root, axes) if found is None else found
 
+    @guarded
     def ready(self, mesh: Mesh) -> None:
         """Make every group that a plan on the mesh may use; collective over the mesh."""
         if self.place(mesh) < 0 or (mesh.root in self._ready and not mesh.explicit):
@@ -124,6 +126,8 @@ class Processes:
         self._ready.clear()
         self._met.clear()
         self._job = weakref.ref(job)
+        if in_job():
+            joined()
 
     def _make(self, root: Mesh, axes: tuple[str, ...]) -> Group:
         place = self.place(root)
@@ -151,6 +155,7 @@ class Processes:
 
     # ── collectives ───────────────────────────────────────────────────────────────────────────────────────────────────
 
+    @guarded
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce over the group."""
         alias, size, hosts, _ = self.prepare(mesh, axes)
@@ -165,6 +170,7 @@ class Processes:
             return self._gathered(x, kind, mesh, axes)
         return how.decode(_wait(_all_reduce(packed(how.encode(x)), how.kind, alias)))
 
+    @guarded
     def all_gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Concatenate the group's tensors along dim 0."""
         alias, size, hosts, _ = self.prepare(mesh, axes)
@@ -178,6 +184,7 @@ class Processes:
             return direct_all_gather(x, hosts())
         return unpacked(_wait(_all_gather(packed(x), size, alias)), x.dtype)
 
+    @guarded
     def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce over the group and keep this rank's chunk of dim 0."""
         alias, size, hosts, _ = self.prepare(mesh, axes)
@@ -196,6 +203,7 @@ class Processes:
             return combine(self._exchanged_chunks(x, mesh, axes), kind)
         return how.decode(_wait(_reduce_scatter(packed(how.encode(x)), how.kind, size, alias)))
 
+    @guarded
     def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Send and receive so many elements to and from each of the group."""
         alias, size, *_ = self.prepare(mesh, axes)
@@ -209,6 +217,7 @@ class Processes:
         coming, going = list(_here(receive, place)), list(_here(send, place))
         return unpacked(_wait(_all_to_all(packed(x), coming, going, alias)), x.dtype)
 
+    @guarded
     def exchange(self, sent: Sequence[Tensor], batch: Batch) -> list[Tensor]:
         """Begin to send and to receive; every tensor that is received is registered with its work."""
         mesh, place = batch.mesh, self.place(batch.mesh)
@@ -232,6 +241,7 @@ class Processes:
             made.allreduce([torch.zeros(1, device=batch.mesh.device)]).wait()
         return made
 
+    @guarded
     def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
         """The first place's value."""
         alias, size, *_ = self.prepare(mesh, mesh.root.axes)
@@ -260,7 +270,11 @@ class Processes:
             return self._on_shapes(function, mesh, args)
         if current() is not None and varies(args, len(mesh.ranks)):
             mark_specific(args)
-        return function(*_here(args, place))
+        try:
+            return function(*_here(args, place))
+        except Exception as error:
+            self.report(error, mesh, getattr(function, "__name__", "a kernel"))
+            raise
 
     def _on_shapes(self, function: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...]) -> Any:
         """What the function gives at the first place, as shapes; a device to make tensors on is one without memory."""
@@ -288,6 +302,11 @@ class Processes:
         if self.place(mesh) < 0:
             return Absent(shape.at(0), x.dtype, mesh)
         return self.plain(x)
+
+    def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
+        """Tell the ranks of the mesh, unless something is only traced."""
+        if self.place(mesh) >= 0 and current() is None and not dispatch_modes():
+            report(error, where, mesh.root.ranks, alone)
 
     def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
         """The tensor itself where this rank is in both meshes."""

@@ -39,6 +39,11 @@ def forget(alias: str) -> None:
     _shown.pop(alias, None)
 
 
+def groups() -> list[ProcessGroup]:
+    """Every group that goes by a name, each once."""
+    return list({id(group): group for group in _groups.values()}.values())
+
+
 @contextlib.contextmanager
 def standing_before(before: Before) -> Iterator[None]:
     """In the block something stands before every group, those to come as well, and before whatever stood there."""

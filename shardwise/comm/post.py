@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._torch import coalesce, coalesces, collectives, is_alias, register_work
 from ..errors import WorldError
+from .failure import guarded
 from .wire import packed
 
 #: Marks messages of batches: groups also carry what collectives and the user send.
@@ -87,6 +88,7 @@ def _tag(x: Tensor) -> int:
     return (TAG ^ (x.numel() * x.element_size() * 2654435761)) & 0x3FFFFFFF
 
 
+@guarded
 def finish(count: int | None = None) -> None:
     """Wait for batches that only sent, the oldest first."""
     for _ in range(len(_sent) if count is None else count):
@@ -94,6 +96,7 @@ def finish(count: int | None = None) -> None:
             work.wait()
 
 
+@guarded
 def arrived(x: Tensor) -> Tensor:
     """What was received, when it is there."""
     found: Tensor = collectives.wait_tensor.default(x)

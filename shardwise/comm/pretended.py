@@ -42,6 +42,9 @@ class Pretended(Processes):
             )
         return place
 
+    def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
+        """Nothing: there is no one to tell."""
+
     def leave(self) -> None:
         """Forget the stand-ins."""
         for alias in self._stand_ins:

@@ -28,12 +28,11 @@ import torch.distributed as dist
 from .._torch import job_store, job_timeout
 from ..errors import MismatchError
 from .context import caller
+from .failure import has_ended, in_job, this_process
 
 T = TypeVar("T")
 #: Seconds between two signs of life of a rank.
 BEAT = 0.5
-#: After so many seconds without one it is taken for dead: one that lives may be in code that holds Python's lock for a while.
-SILENCE = 10.0
 #: Seconds that a rank stays when it leaves with an error, so that others learn of it: the store may end with its process.
 GRACE = 2.0
 #: Seconds between two looks at what keeps the others.
@@ -43,11 +42,6 @@ _PAUSE = 0.02
 
 #: How many sessions each job has had: the n-th of one rank is the n-th of all.
 _sessions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-
-
-def in_job() -> bool:
-    """Whether this process shares its work with others."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
 
 
 # ── posts ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -189,6 +183,7 @@ class Session:
         self._step = 0
         self._heard: dict[int, tuple[int, float]] = {}
         self._lock, self._ended = threading.Lock(), threading.Event()
+        self._store.set(f"process/{self.rank}", this_process())
         self._store.set(f"at/{self.rank}", Standing(0, Post("none"), {}, []).written())
         self._life = threading.Thread(target=self._live, daemon=True, name="shardwise-debug")
         self._life.start()
@@ -232,12 +227,13 @@ class Session:
         """Say that this rank comes to no meeting any more. Then stay until all others have said so, since the store may end
         with this process; with an error only so long that those who wait can learn of it."""
         self._say_end(f"left sw.debug_mode() at {caller()}" if error is None else f"raised {_short(error)}")
-        try:
-            why = self._stay(self.timeout, heeds=True) if error is None else self._stay(GRACE, heeds=False)
-        except dist.DistError:
-            return  # the process that held the store has ended, and no one waits any more
-        finally:
-            self.end()
+        why = ""
+        with contextlib.suppress(dist.DistError):  # the process that held the store has ended, and no one waits any more
+            why = self._stay("end", self.timeout, heeds=True) if error is None else self._stay("end", GRACE, heeds=False)
+            self._store.set(f"left/{self.rank}", "")
+            if why or error:  # those that leave may still be reading why
+                self._stay("left", GRACE, heeds=False)
+        self.end()
         if error is None and why:
             raise MismatchError(why)
 
@@ -309,7 +305,7 @@ class Session:
         """Why the late ranks will not come, which all ranks are told; nothing if they still may."""
         found = [(rank, self._ended_how(rank)) for rank, key in late.items()]
         found = [(rank, how) for rank, how in found if how and not self._store.check([late[rank]])]
-        found = found or [(rank, "shows no life: its process has ended or hangs") for rank in late if self._is_silent(rank)]
+        found = found or [(rank, how) for rank in late if (how := self._death(rank))]
         if not found:
             ring = self._ring(standing)
             if ring:
@@ -339,14 +335,18 @@ class Session:
         at = self._at(rank)
         return "it has not entered sw.debug_mode()" if at is None else f"its last communication in the block: {at.post}"
 
-    def _is_silent(self, rank: int) -> bool:
-        """Whether a rank of the session has shown no life for long."""
+    def _death(self, rank: int) -> str:
+        """How a rank of the session has died; nothing if it lives. On this host its process is looked for. Elsewhere it has
+        been silent for as long as ranks are waited for: one that lives may be in code that holds Python's lock."""
         if not self._store.check([f"at/{rank}"]):
-            return False
+            return ""
+        if (ended := has_ended(self._store.get(f"process/{rank}").decode())) is not None:
+            return "died: its process has ended" if ended else ""
         beats, now = int(self._store.add(f"beat/{rank}", 0)), time.monotonic()
         if rank not in self._heard or self._heard[rank][0] != beats:
             self._heard[rank] = (beats, now)
-        return now - self._heard[rank][1] > min(SILENCE, max(self.timeout / 2, 4 * BEAT))
+        silent = now - self._heard[rank][1] > max(self.timeout, 4 * BEAT)
+        return "shows no life: its process has ended or hangs" if silent else ""
 
     def _ring(self, standing: Standing) -> dict[int, Post]:
         """Ranks that wait for each other in a ring, with what for; none if there are none.
@@ -389,27 +389,29 @@ class Session:
         self._say_end("ended its program" + ("" if error is None else f" by {_short(error)}"))
         self.end()
 
-    def _stay(self, seconds: float, heeds: bool) -> str:
-        """Wait until all ranks of the session have ended, or one has failed that this one heeds; why, if one did."""
+    def _stay(self, word: str, seconds: float, heeds: bool) -> str:
+        """Wait until all ranks of the session have left a word, or one has failed that this one heeds; why, if one did."""
         start = looked = time.monotonic()
         others = [rank for rank in range(dist.get_world_size()) if rank != self.rank]
-        while not self._store.check([f"end/{rank}" for rank in others]):
+        others = [rank for rank in others if word == "end" or self._ended_how(rank)]
+        while not self._store.check([f"{word}/{rank}" for rank in others]):
             now = time.monotonic()
             if now - start > seconds:
                 break
             if heeds and now - looked > LOOK:
                 looked = now
                 late = [rank for rank in others if not self._ended_how(rank)]
-                why = self.failure() or self._death(late)
+                why = self.failure() or self._first_death(late)
                 if why:
                     return why
             time.sleep(min(_PAUSE, (now - start) / 4))
         return self.failure()
 
-    def _death(self, ranks: Iterable[int]) -> str:
-        """What to say of the first of the ranks that shows no life; nothing if all do."""
-        for rank in filter(self._is_silent, ranks):
-            return self._blame(f"rank {rank} shows no life: its process has ended or hangs; {self._last(rank)}")
+    def _first_death(self, ranks: Iterable[int]) -> str:
+        """What to say of the first of the ranks that died; nothing if none did."""
+        for rank in ranks:
+            if how := self._death(rank):
+                return self._blame(f"rank {rank} {how}; {self._last(rank)}")
         return ""
 
 

@@ -354,6 +354,9 @@ class Simulated:
         pieces = _pieces(x, mesh)
         return same_ndim(tuple(tuple(piece.shape) for piece in pieces))
 
+    def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
+        """Nothing: all ranks raise with this process."""
+
 
 def _pieces(x: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
     if isinstance(x, Bundle):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..check import a_path, file_to_read, file_to_write, number, optional
-from ..comm.session import in_job
+from ..comm.failure import in_job
 from ..comm.worlds import made_meshes
 from ..errors import CompileError
 from ..identity import VERSION, library_key

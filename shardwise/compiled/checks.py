@@ -13,6 +13,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from .._torch import OpOverload
+from ..comm.failure import failed
 from ..comm.listener import expect
 from ..comm.record import watching
 from .nodes import WAIT
@@ -26,10 +27,11 @@ def with_checks(graph: Graph) -> Callable[[list[Any]], Any]:
     telling = functools.cache(lambda: assemble(graph, _before))
 
     def run(inputs: list[Any]) -> Any:
-        if watching.get() is None:
-            return plain(inputs)
         try:
-            return telling()(inputs)
+            return plain(inputs) if watching.get() is None else telling()(inputs)
+        except Exception as error:
+            failed(error, "a captured program")
+            raise
         finally:
             expect("", "")
 

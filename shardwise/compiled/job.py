@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 
 from .._torch import artifacts_of_block, compile_graph, compile_local, compiler_caches, inductor_settings, is_kept
 from ..check import a_function, flag, number, optional
-from ..comm.session import in_job
+from ..comm.failure import in_job
 from ..errors import CompileError
 from ..form import form_of
 from ..identity import library_key

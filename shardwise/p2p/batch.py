@@ -17,6 +17,7 @@ from .._torch import AsyncTensor, collectives, keep_alive
 from .._tracer import keep_in_their_part
 from ..check import a_dtype, a_tensor, flag, instance, integer, integers, refuse, several, shown, sizes
 from ..comm import Bundle, PerRank, door, seen
+from ..comm.failure import guarded
 from ..comm.groups import varies
 from ..comm.messages import Batch, Shape, check_matched, check_shapes
 from ..comm.post import finish
@@ -345,7 +346,7 @@ class _Settled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
-        found: Tensor = x.trigger_wait().detach()
+        found: Tensor = guarded(x.trigger_wait)().detach()
         return found
 
     @staticmethod

@@ -95,7 +95,12 @@ class Run:
         given = enter(stage, cell.microbatch)  # waiting for it is no work
         seed(stage.index, cell.microbatch)
         start = clock()
-        work(stage, cell.microbatch, given)
+        try:
+            work(stage, cell.microbatch, given)
+        except Exception as error:  # the ranks of other stages wait for what this one gives
+            whole = stage.mesh.root
+            door(whole).report(error, whole, f"stage {stage.index} of a pipeline", alone=len(self.stages) > 1)
+            raise
         self.spans.append(Span(stage.index, cell.kind, cell.microbatch, start, clock()))
 
     def _arguments(self, stage: Stage, microbatch: int) -> Any:

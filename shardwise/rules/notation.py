@@ -127,7 +127,7 @@ class Call:
         return tuple(int(d) % max(ndim, 1) for d in several)
 
 
-class LocalCopy(Exception):
+class LocalCopy(BaseException):  # no error
     """Carries, after its message, a result that should have been a view of a local tensor but had to be a copy."""
 
 
