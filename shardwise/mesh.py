@@ -20,13 +20,15 @@ from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 from ._torch import OpaqueBaseMeta, constant_type
-from .check import shown
+from .check import a_device, a_text, choice, instance, integer, integers, optional, refuse, several, shown
 from .errors import MeshError
 from .memo import CHOICES, cache_clear, intern, memo
 
 _meshes: WeakValueDictionary[tuple[Any, ...], Mesh] = WeakValueDictionary()
 #: What a mesh may be told about its groups, by whether they must be made explicitly.
 _GROUPS = ("auto", "explicit")
+#: More ranks than any job has: a number of ranks above this is a mistake, and counting them would take long.
+MOST_RANKS = 2**20
 
 
 def root_meshes() -> tuple[Mesh, ...]:
@@ -78,14 +80,17 @@ class Mesh(metaclass=OpaqueBaseMeta):
         slow: str | Iterable[str] = (),
         groups: str = "auto",
     ) -> Mesh:
-        names = tuple(axes)
+        names, sizes, ranks = _counted(axes, sizes, ranks) if of is None else (tuple(axes), tuple(sizes), tuple(ranks))
+        optional(instance, of, Mesh, "Mesh: of", "the Mesh that this is a part of")
         slow = _slow_axes(names, slow) if of is None else tuple(axis for axis in names if axis in of.slow)
         explicit = _is_explicit(groups) if of is None else of.explicit
-        content = (names, tuple(int(n) for n in sizes), tuple(int(r) for r in ranks), device, world, of, slow, explicit)
-        found = _meshes.get(content)
+        content = (names, sizes, ranks, a_device(device, "Mesh: device"), world, of, slow, explicit)
+        found = _meshes.get(content) if choice(world, "Mesh: world", ("processes", "simulated")) else None
         if found is not None:
             return found
         _check(content[0], content[1], content[2] if of is None else None)
+        if of is not None and (of.root is not of or not set(names) <= set(of.axes)):
+            refuse("Mesh: of", f"a whole mesh with the axes {', '.join(names)}", of)
         return intern(_meshes, content, lambda: cls._build(*content))
 
     @classmethod
@@ -107,7 +112,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
         if isinstance(device_mesh, Mesh):
             return device_mesh
         if not hasattr(device_mesh, "mesh_dim_names"):
-            raise MeshError(f"a mesh is a shardwise.Mesh or a torch DeviceMesh, got {type(device_mesh).__name__}")
+            raise MeshError(f"a mesh (mesh=, device_mesh=) is a shardwise.Mesh or a torch DeviceMesh, got {shown(device_mesh)}")
         root = device_mesh._get_root_mesh() if hasattr(device_mesh, "_get_root_mesh") else device_mesh
         names = device_mesh.mesh_dim_names
         if root is not device_mesh and names and set(names) <= set(root.mesh_dim_names or ()):
@@ -117,7 +122,6 @@ class Mesh(metaclass=OpaqueBaseMeta):
         return Mesh(names, grid.shape, grid.flatten().tolist(), device_mesh.device_type, "processes")
 
     @staticmethod
-    @memo("meshes read", limit=1024)
     def read(text: str) -> Mesh:
         """The mesh that a `text` tells.
 
@@ -125,11 +129,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
         >>> Mesh.read(mesh.text) is mesh
         True
         """
-        device, world, axes, ranks, slow, groups, kept = (part.split(",") if part else [] for part in text.split(";"))
-        sizes = {unquote(axis): int(size) for axis, _, size in (word.partition("=") for word in axes)}
-        order = map(int, ranks) if ranks else range(math.prod(sizes.values()))
-        root = Mesh(sizes, sizes.values(), order, device[0], world[0], None, map(unquote, slow), groups[0])
-        return root[tuple(map(unquote, kept))] if kept else root
+        return _read(a_text(text, "Mesh.read: text", "what mesh.text gives"))
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
@@ -151,8 +151,9 @@ class Mesh(metaclass=OpaqueBaseMeta):
             return self._size
         if isinstance(axis, str):
             return self.size_of(axis)
-        if not isinstance(axis, int) or not -self.ndim <= axis < self.ndim:
-            raise MeshError(f"mesh {self} has axes {', '.join(self.axes)}, or 0 to {self.ndim - 1}; got {axis!r}")
+        if isinstance(axis, bool) or not isinstance(axis, int) or not -self.ndim <= axis < self.ndim:
+            allowed = f"one of {', '.join(self.axes)}, or from {-self.ndim} to {self.ndim - 1}"
+            raise MeshError(f"mesh {self}: axis is {allowed}, got {shown(axis)}")
         return self.shape[axis]
 
     @cached_property
@@ -201,10 +202,17 @@ class Mesh(metaclass=OpaqueBaseMeta):
 
     def alias(self, axes: tuple[str, ...]) -> str:
         """The name, equal on every rank, of the process group over `axes`."""
-        return f"sw:{self.root.fingerprint}:{','.join(axes)}"
+        return f"sw:{self.root.fingerprint}:{','.join(self._several(axes))}"
+
+    def _several(self, axes: Any) -> tuple[str, ...]:
+        """Several axes of the root, checked."""
+        names = several(axes, "axes", f"several of {', '.join(self.root.axes)}")
+        for name in names:
+            self.root.size_of(name)
+        return names
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Mesh:
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        names = (axes,) if isinstance(axes, str) else several(axes, "mesh[axes]", "the name of an axis, or several")
         for name in names:
             self.size_of(name)
         if names == self.root.axes:
@@ -220,7 +228,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
         >>> flat.axis_sizes, [flat.coordinate(rank) for rank in (0, 1, 4, 5)], mesh.usable(("dp", "tp"))
         ({'dp_tp': 4}, [(0,), (1,), (2,), (3,)], True)
         """
-        names, root = axes or self.axes, self.root
+        names, root = self._several(axes) or self.axes, self.root
         if len(set(names)) != len(names):
             raise MeshError(f"flatten takes each axis once, got {', '.join(names)}")
         size = math.prod([self.size_of(name) for name in names])
@@ -245,12 +253,13 @@ class Mesh(metaclass=OpaqueBaseMeta):
         (Mesh(tp=2), (2, 3))
         """
         root, axis = self.root, self.named(None)
-        if not 0 <= coordinate < self.axis_sizes[axis]:
-            raise MeshError(f"axis {axis!r} of mesh {root} has coordinates 0 to {self.axis_sizes[axis] - 1}, got {coordinate}")
+        last = self.axis_sizes[axis] - 1
+        if isinstance(coordinate, bool) or not isinstance(coordinate, int) or not 0 <= coordinate <= last:
+            raise MeshError(f"axis {axis!r} of mesh {root} has coordinates 0 to {last}, got coordinate={shown(coordinate)}")
         sizes = {name: size for name, size in root.axis_sizes.items() if name != axis} or {axis: 1}
         ranks = [rank for rank, (at,) in zip(root.ranks, root[axis].coordinates, strict=True) if at == coordinate]
         slow = [name for name in root.slow if name in sizes]
-        return Mesh(sizes, sizes.values(), ranks, root.device, root.world, None, slow, root.grouping)
+        return Mesh(tuple(sizes), sizes.values(), ranks, root.device, root.world, None, slow, root.grouping)
 
     @property
     def grouping(self) -> str:
@@ -271,6 +280,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
         >>> mesh.usable(("dp",)), mesh.usable(("dp", "tp"))
         (True, False)
         """
+        axes = self._several(axes)
         if not self.explicit:
             return True
         group = self.root._crossed(axes)
@@ -289,7 +299,10 @@ class Mesh(metaclass=OpaqueBaseMeta):
 
     def place(self, rank: int) -> int | None:
         """Where `rank` stands in the root's list of ranks, or None if it does not take part."""
-        return self._places.get(rank)
+        found = self._places.get(rank) if isinstance(rank, int) and not isinstance(rank, bool) else None
+        if found is None:
+            integer(rank, "rank", 0)
+        return found
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """The coordinate of `rank` along this mesh's axes, or None if it does not take part."""
@@ -310,16 +323,21 @@ class Mesh(metaclass=OpaqueBaseMeta):
     def peers(self, place: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The places that differ from `place` along `axes` only, the first of `axes` varying slowest."""
         root = self.root
-        found = root._groups_of.get((place, axes))
-        return root._groups_of.setdefault((place, axes), _peers(root, place, axes)) if found is None else found
+        try:
+            found = root._groups_of.get((place, axes))
+            return root._groups_of.setdefault((place, axes), _peers(root, place, axes)) if found is None else found
+        except (IndexError, TypeError, ValueError):  # looked at only here, since every collective comes this way
+            integer(place, "Mesh.peers: place", 0, len(self.ranks) - 1)
+            return _peers(root, place, self._several(axes))
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All groups of places over `axes`."""
+        axes = self._several(axes)
         return tuple(dict.fromkeys(self.peers(place, axes) for place in range(len(self.ranks))))
 
     def sorted_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
         """The given axes in the order of the root mesh."""
-        return tuple(sorted(set(axes), key=self.root.axes.index))
+        return tuple(sorted(set(self._several(axes)), key=self.root.axes.index))
 
     def __repr__(self) -> str:
         facts = [f"{axis}={size}" for axis, size in self.axis_sizes.items()]
@@ -352,6 +370,8 @@ constant_type(Mesh)
 
 
 def _peers(root: Mesh, place: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    if not isinstance(place, int) or place < 0 or not isinstance(axes, tuple):
+        raise ValueError("the caller says what is wrong")
     here, moving = root.coordinates[place], [root.axes.index(axis) for axis in axes]
     found = []
     for point in product(*(range(root.shape[i]) for i in moving)):
@@ -367,6 +387,30 @@ def _ravel(point: list[int], sizes: tuple[int, ...]) -> int:
     for value, size in zip(point, sizes, strict=True):
         place = place * size + value
     return place
+
+
+@memo("meshes read", limit=1024)
+def _read(text: str) -> Mesh:
+    try:
+        device, world, axes, ranks, slow, groups, kept = (part.split(",") if part else [] for part in text.split(";"))
+        sizes = {unquote(axis): int(size) for axis, _, size in (word.partition("=") for word in axes)}
+        order = map(int, ranks) if ranks else range(min(math.prod(sizes.values()), MOST_RANKS + 1))
+        told = (device[0], world[0], None, tuple(map(unquote, slow)), groups[0])
+    except (ValueError, IndexError):
+        raise MeshError(f"Mesh.read: text is what mesh.text gives, got {shown(text)}") from None
+    root = Mesh(tuple(sizes), sizes.values(), order, *told)
+    return root[tuple(map(unquote, kept))] if kept else root
+
+
+def _counted(axes: Any, sizes: Any, ranks: Any) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
+    """Axes, sizes and ranks of a new mesh, as far as each can be judged alone."""
+    names = several(list(axes) if isinstance(axes, dict) else axes, "Mesh: axes", "a list of names")
+    for name in names:
+        a_text(name, "Mesh: each of axes", "a name")
+    counts = integers(sizes, "Mesh: sizes")
+    if math.prod(counts) > MOST_RANKS:
+        refuse("Mesh: sizes", f"of at most {MOST_RANKS:,} ranks together", counts)
+    return names, counts, integers(ranks, "Mesh: ranks", 0)
 
 
 def _check(axes: tuple[str, ...], sizes: tuple[int, ...], ranks: tuple[int, ...] | None) -> None:
@@ -386,15 +430,16 @@ def _slow_axes(axes: tuple[str, ...], slow: str | Iterable[str]) -> tuple[str, .
     unknown = [name for name in given if name not in axes]
     if unknown:
         raise MeshError(
-            f'slow names axes with slow links, e.g. slow=("dp",); the axes are {", ".join(axes) or "none"}, got {unknown[0]!r}'
+            f'slow names axes with slow links, e.g. slow=("dp",); the axes are {", ".join(axes) or "none"}, '
+            f"got {shown(unknown[0])}"
         )
     return tuple(axis for axis in axes if axis in given)
 
 
 def _is_explicit(groups: str) -> bool:
-    if groups not in _GROUPS:
+    if not isinstance(groups, str) or groups not in _GROUPS:
         raise MeshError(
             f'groups is "auto" (those that plans need are made by themselves) or "explicit" (only those that mesh.flatten made '
-            f"are used), got {groups!r}"
+            f"are used), got {shown(groups)}"
         )
     return groups == "explicit"

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from .._torch import tracing_context
-from ..check import integer
+from ..check import a_device, integer, integers, optional, shown
 from ..errors import MeshError
-from ..mesh import Mesh, root_meshes
+from ..mesh import MOST_RANKS, Mesh, root_meshes
 from .context import Setting
 from .debug import watched_door
 from .door import Door
@@ -97,11 +97,16 @@ def init_mesh(
     >>> init_mesh(dp=2, tp=4, slow=("dp",), groups="explicit")
     Mesh(dp=2, tp=4, slow=('dp',), groups='explicit')
     """
+    for axis, length in axes.items():
+        integer(length, f"init_mesh: axis {axis}", 1, MOST_RANKS)
+    optional(a_device, device, "init_mesh: device")
     size = math.prod(axes.values())
-    chosen = tuple(range(size)) if ranks is None else tuple(ranks)
+    if size > MOST_RANKS:
+        raise MeshError(f"init_mesh({_told(axes)}): a mesh has at most {MOST_RANKS:,} ranks, got {size:,}")
+    chosen = tuple(range(size)) if ranks is None else integers(ranks, "init_mesh: ranks", 0)
     world, there = _find_world(device, max((size, *(rank + 1 for rank in chosen))))
     _check_fits(axes, chosen, there, world)
-    mesh = Mesh(axes, axes.values(), chosen, device or _default_device(world), world, None, slow, groups)
+    mesh = Mesh(tuple(axes), axes.values(), chosen, device or _default_device(world), world, None, slow, groups)
     door(mesh).ready(mesh)
     _asked_for.add(mesh)
     return mesh
@@ -128,13 +133,17 @@ def _check_fits(axes: dict[str, int], ranks: tuple[int, ...], there: int, world:
     outside = [rank for rank in ranks if not 0 <= rank < there]
     if not outside:
         return
-    text = ", ".join(f"{name}={size}" for name, size in axes.items())
+    text = _told(axes)
     more = "sw.simulate(n)" if world == "simulated" else "torchrun --nproc-per-node"
     if len(ranks) > there:
         raise MeshError(
             f"mesh ({text}) has {len(ranks)} ranks, the world has {there}; use smaller axes or start more ranks ({more})"
         )
-    raise MeshError(f"mesh ({text}) asks for ranks {outside}, the world has ranks 0 to {there - 1}; choose from those")
+    raise MeshError(f"mesh ({text}) asks for ranks {shown(outside)}, the world has ranks 0 to {there - 1}; choose from those")
+
+
+def _told(axes: dict[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in axes.items())
 
 
 def join(device: str) -> int:

@@ -80,7 +80,7 @@ class Link(NamedTuple):
         root, name = axis.root, axis.named(None)
         sizes = {**root.axis_sizes, name: 2}
         ranks = [rank for rank, (at,) in zip(root.ranks, root[name].coordinates, strict=True) if at in (first, first + 1)]
-        mesh = Mesh(sizes, sizes.values(), ranks, root.device, root.world, None, root.slow, axis.grouping)
+        mesh = Mesh(tuple(sizes), sizes.values(), ranks, root.device, root.world, None, root.slow, axis.grouping)
         return Link(mesh[name], (axis.at(first), axis.at(first + 1)))
 
     def exchange(self, forth: Sequence[Message], back: Sequence[Message]) -> tuple[list[Tensor], list[Tensor]]:

@@ -46,7 +46,7 @@ class Sweep:
     @property
     def mesh(self) -> Mesh:
         """The simulated mesh."""
-        return Mesh("abcdef"[: len(self.shape)], self.shape, range(math.prod(self.shape)), "cpu", "simulated")
+        return Mesh(tuple("abcdef"[: len(self.shape)]), self.shape, range(math.prod(self.shape)), "cpu", "simulated")
 
 
 @dataclass

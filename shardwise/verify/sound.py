@@ -29,7 +29,8 @@ from .compare import difference
 from .spread import spread
 
 MESHES = tuple(
-    Mesh("ab"[: len(shape)], shape, range(torch.Size(shape).numel()), "cpu", "simulated") for shape in ((2,), (3,), (2, 2))
+    Mesh(tuple("ab"[: len(shape)]), shape, range(torch.Size(shape).numel()), "cpu", "simulated")
+    for shape in ((2,), (3,), (2, 2))
 )
 #: How many pairs of candidates on a mesh of two axes, and how many placements of all tensors, are tried of one sample.
 PAIRS, PLACEMENTS = 6, 8

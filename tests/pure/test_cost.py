@@ -27,7 +27,7 @@ from shardwise.cost import (
 
 
 def mesh_of(*sizes: int, **facts: object) -> Mesh:
-    return Mesh("abcd"[: len(sizes)], sizes, range(math.prod(sizes)), "cpu", "simulated", None, **facts)  # type: ignore[arg-type]
+    return Mesh(tuple("abcd"[: len(sizes)]), sizes, range(math.prod(sizes)), "cpu", "simulated", None, **facts)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ MESH = Mesh(("dp", "tp"), (2, 4), range(8), "cpu", "simulated")
 def drawn_layouts(draw: Any) -> Layout:
     """Layouts of any number of dims and factors on a mesh of up to three axes."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-    mesh = Mesh("abc"[: len(sizes)], sizes, range(_product(sizes)), "cpu", "simulated")
+    mesh = Mesh(tuple("abc"[: len(sizes)]), sizes, range(_product(sizes)), "cpu", "simulated")
     free = list(draw(st.permutations(mesh.axes)))
     dims = []
     for _ in range(draw(st.integers(0, 3))):

@@ -42,7 +42,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"mesh \(dp=2, tp=2\) has no axis 'pp'; its axes are dp, tp",
     ),
     "an unknown axis of a mesh": (lambda: MESH["pp"], MeshError, "has no axis 'pp'"),
-    "not a mesh": (lambda: sw.zeros(3, mesh="cpu"), MeshError, "a mesh is a shardwise.Mesh or a torch DeviceMesh, got str"),
+    "not a mesh": (
+        lambda: sw.zeros(3, mesh="cpu"),
+        MeshError,
+        r"\(mesh=, device_mesh=\) is a shardwise.Mesh or a torch DeviceMesh, got 'cpu'",
+    ),
     "pieces that do not fit": (
         lambda: DTensor.from_local(LOCAL, MESH, [Shard(0), Shard(1)]),
         LayoutError,

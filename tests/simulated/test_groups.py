@@ -180,7 +180,7 @@ def test_a_group_that_becomes_known_makes_caches_forget() -> None:
 
 
 def test_an_unknown_cache() -> None:
-    with pytest.raises(sw.ShardwiseError, match=r"no cache is called 'planes'; there are .*decisions.*plans"):
+    with pytest.raises(sw.ShardwiseError, match=r"a name of \*names is one of .*'decisions'.*'plans'.*, got 'planes'"):
         sw.cache_clear("planes")
 
 

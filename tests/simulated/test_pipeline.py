@@ -340,7 +340,7 @@ def test_stages_that_cannot_be() -> None:
         "'0.weight' of stage 1 is f32[6, 6] on ranks [0, 1], the stage on ranks [2, 3]",
         'mesh["pp"].at(1)',
     )
-    with pytest.raises(MeshError, match=r"axis 'pp' of mesh .* has coordinates 0 to 1, got 2"):
+    with pytest.raises(MeshError, match=r"axis 'pp' of mesh .* has coordinates 0 to 1, got coordinate=2"):
         mesh["pp"].at(2)
     with pytest.raises(MeshError, match="has several axes"):
         sw.pipeline(perceptrons(2), mesh)

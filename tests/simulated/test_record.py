@@ -208,5 +208,5 @@ def test_meshes_that_cannot_be():
         pass
     with pytest.raises(MeshError, match="at least one axis"):
         init_mesh()
-    with pytest.raises(MeshError, match="one positive size"):
+    with pytest.raises(ArgumentError, match="init_mesh: axis dp is an integer from 1 to 1,048,576, got 0"):
         init_mesh(dp=0)
