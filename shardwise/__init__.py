@@ -1,9 +1,10 @@
 """Shardwise: distributed tensors that mean what one device means."""
 
 from . import flex, p2p, save, windows  # noqa: F401  flex teaches torch, windows adds to rules, when imported
-from .comm import Bundle, communication, debug_mode, init_mesh, simulate, trace_comm
+from .comm import Bundle, communication, debug_mode, init_device_mesh, init_mesh, simulate, trace_comm
 from .comm.calibrate import calibrate
 from .compiled import Program, capture, compile, compile_report, load_artifacts, save_artifacts
+from .distribute import distribute_module, distribute_tensor
 from .each import each_rank
 from .errors import (
     ArgumentError,
@@ -30,12 +31,12 @@ from .memo import cache_clear, cache_info
 from .mesh import Mesh
 from .package import Package, export, load_package
 from .pipeline import Pipeline, Schedule, pipeline
-from .placement import Partial, Placement, Replicate, Shard
+from .placement import Partial, Placement, Replicate, Shard, StridedShard
 from .plan import plan
 from .relabel import relabel
 from .remat import remat, remat_module
 from .ring import ring_attention
-from .tensor import DTensor, distribute_tensor
+from .tensor import DTensor
 from .verify.register import rule
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "Schedule",
     "Shard",
     "ShardwiseError",
+    "StridedShard",
     "WorldError",
     "cache_clear",
     "cache_info",
@@ -72,12 +74,14 @@ __all__ = [
     "compile",
     "compile_report",
     "debug_mode",
+    "distribute_module",
     "distribute_tensor",
     "each_rank",
     "empty",
     "export",
     "full",
     "grouped_mm",
+    "init_device_mesh",
     "init_mesh",
     "int_pow",
     "layout",

@@ -1,6 +1,6 @@
 """Every private torch name used in Shardwise, each with the reason it is needed.
 
-Supported: torch 2.11 to 2.13. Nothing else in the package touches `torch._*`, but for `_tracer.py` and `_aoti.py`.
+Supported: torch 2.11 to 2.13. Nothing else touches `torch._*`, but for `_groups.py`, `_tracer.py` and `_aoti.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import importlib
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch._decomp  # the table of decompositions is filled on import
 import torch._guards
 import torch._meta_registrations  # Python meta kernels give output shapes of many operators
 import torch.distributed._functional_collectives  # gives the collective operators their fake kernels, for tracing
-from torch._C import _distributed_c10d
 from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._opaque_base import OpaqueBaseMeta
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -32,7 +30,6 @@ __all__ = [
     "HAS_KEYS",
     "LOOKS_FOR_VIEWS",
     "READS_ATTRIBUTES",
-    "AsyncTensor",
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
@@ -42,8 +39,6 @@ __all__ = [
     "artifacts_of_block",
     "base_of",
     "below_autograd",
-    "coalesce",
-    "coalesces",
     "collectives",
     "compile_graph",
     "compile_local",
@@ -65,14 +60,11 @@ __all__ = [
     "is_kept",
     "is_traced_whole",
     "is_wrapper",
-    "job_store",
-    "job_timeout",
     "keep_alive",
     "keeps_graph",
     "known",
     "knows_conjugates",
     "make_wrapper",
-    "new_group",
     "no_dispatch",
     "no_modes",
     "no_torch_function",
@@ -83,8 +75,6 @@ __all__ = [
     "quotient",
     "raw_call",
     "rebuilt",
-    "register_group",
-    "register_work",
     "rule_for",
     "schema",
     "storage_of",
@@ -94,7 +84,6 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "tree_unflatten",
-    "unregister_group",
     "unseen",
     "untraced",
     "veto_cache",
@@ -253,59 +242,6 @@ schema: Any = attrgetter("_schema")
 #: The collectives that trace and that Inductor knows; the public ones do neither under every transform.
 collectives: Any = torch.ops._c10d_functional
 
-#: A name of our own for a process group, equal on every rank, so that a traced graph holds nothing of one rank.
-register_group: Any = _distributed_c10d._register_process_group
-unregister_group: Any = _distributed_c10d._unregister_process_group
-
-#: The work that fills a tensor, where `wait_tensor` finds it: a traced program holds tensors, and no work.
-register_work: Any = _distributed_c10d._register_work
-
-
-def coalesces(group: Any, device: torch.device) -> bool:
-    """Whether a group's backend for a device launches many messages as one."""
-    return bool(group._get_backend(device).supports_coalescing)
-
-
-def coalesce(group: Any, device: torch.device) -> Any:
-    """Messages begun inside the block are one launch, whose works the block's value has."""
-    return torch.distributed.distributed_c10d._coalescing_manager(group, device, async_ops=True)
-
-
-#: A tensor that waits for the work that fills it when it is first used.
-AsyncTensor: Any = torch.distributed._functional_collectives.AsyncCollectiveTensor
-
-
-_c10d: Any = torch.distributed.distributed_c10d
-
-
-def job_timeout() -> timedelta:
-    """How long communication of the job may take: what `init_process_group` was told, or the default of its backend.
-
-    torch gives a new group the default of the backend, whatever the job's own time-out is.
-    """
-    job = _c10d.GroupMember.WORLD
-    options: list[Any] = [getattr(job._get_backend(device), "options", None) for device in job._device_types]
-    found = [option._timeout for option in options if hasattr(option, "_timeout")]
-    return min(found, default=_c10d._get_default_timeout(_c10d.Backend(_c10d._world.pg_map[job][0])))
-
-
-def new_group(ranks: tuple[int, ...], name: str) -> Any:
-    """The process group of that name over these ranks in this order, made if it is not there yet; only they come together.
-
-    The public function names a group by the number of groups that this process made before. Ranks that are in different meshes
-    differ in that, and would wait for each other under different names forever. Before torch 2.13 it also sorts the ranks.
-    """
-    job = _c10d.GroupMember.WORLD
-    known = {given: group for group, given in _c10d._world.pg_names.items()}
-    if name in known:
-        return known[name]
-    backend, store = _c10d._world.pg_map[job]
-    words = {"timeout": job_timeout(), "device_id": job.bound_device_id}
-    place = ranks.index(job.rank())
-    made, _ = _c10d._new_process_group_helper(len(ranks), place, list(ranks), backend, store, name, **words)
-    _c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
-    return made
-
 
 def composite(func: OpOverload) -> bool:
     """Whether an operator is only a composition of others (seen as itself under inference mode and inside programs)."""
@@ -444,14 +380,6 @@ def artifacts_of_block() -> Iterator[Callable[[], bytes]]:
         if artifact not in record._seen_artifacts:
             record._seen_artifacts.add(artifact)
             record._new_cache_artifacts[artifact.type()].append(artifact)
-
-
-def job_store(prefix: str) -> Any:
-    """The store in which the ranks of the job found each other, for names of that prefix: it takes no collective to tell things
-    there. It has a connection of its own: a thread that waits in the store holds its connection, for minutes perhaps."""
-    store = _c10d._get_default_store()
-    store.check([prefix])  # fails at once if the store is gone, where a new connection would be tried for minutes
-    return _c10d.PrefixStore(prefix, store.clone())
 
 
 def hit_recompile_limit(error: Exception) -> bool:

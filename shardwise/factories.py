@@ -12,8 +12,9 @@ from torch import Tensor
 from .comm import door
 from .counter import DIGITS, Draw, bounds
 from .errors import OperatorError
+from .form import written
 from .identity import LIBRARY
-from .layout import Layout, PerRank, Placements, make_layout, written
+from .layout import Layout, PerRank, Placements, make_layout
 from .mesh import Mesh
 from .placement import Replicate
 from .rules.chance import NORMAL, UNIFORM, draw

@@ -16,50 +16,18 @@ no rank, no address and no hash.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 import torch
-from torch import SymInt
 
-from ._torch import quotient
-from .layout import Factor, Layout, cut, default_sizes
+from .factor import Part, factors_of, parts_of, read_part
+from .layout import Layout, Placements
 from .memo import intern, memo
 from .mesh import Mesh, quote
-
-
-class Part(NamedTuple):
-    """A factor without its size: the axes that cut it; the size of each shard where they are not the default chunks; its size
-    where the dim has several factors (none for the first, which is what the others leave of the dim)."""
-
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...] | None = None
-    size: int | None = None
-
-    def factor(self, size: int, mesh: Mesh) -> Factor:
-        """The factor of this part at a size."""
-        return cut(size, self.axes, mesh) if self.sizes is None else Factor(size, self.axes, self.sizes)
-
-    @property
-    def text(self) -> str:
-        """`_`, `8`, `@dp`, `8@tp+dp`, `@dp:2:3:4`."""
-        size, axes = "" if self.size is None else str(self.size), "+".join(map(quote, self.axes))
-        sizes = "" if self.sizes is None else "".join(f":{n}" for n in self.sizes)
-        return f"{size}@{axes}{sizes}" if axes else size or "_"
-
-
-def read_part(text: str) -> Part:
-    """The part that a text tells.
-
-    >>> read_part("8@tp+dp"), [read_part(text).text for text in ("_", "8", "@dp:2:3:4")]
-    (Part(axes=('tp', 'dp'), sizes=None, size=8), ['_', '8', '@dp:2:3:4'])
-    """
-    size, _, cuts = text.partition("@")
-    axes, *sizes = cuts.split(":")
-    names = tuple(map(unquote, axes.split("+"))) if axes else ()
-    return Part(names, tuple(map(int, sizes)) if sizes else None, int(size) if size.isdigit() else None)
+from .placement import read_placement
 
 
 class Form:
@@ -121,26 +89,44 @@ def restore_form(text: str) -> Form:
     return Form.read(text)
 
 
-def _parts(dim: tuple[Factor, ...], mesh: Mesh) -> tuple[Part, ...]:
-    parts = []
-    for position, factor in enumerate(dim):
-        counts = [mesh.axis_sizes[axis] for axis in factor.axes]
-        default = not factor.axes or isinstance(factor.size, SymInt) or factor.sizes == default_sizes(factor.size, counts)
-        parts.append(Part(factor.axes, None if default else factor.sizes, int(factor.size) if position else None))
-    return tuple(parts)
-
-
 @memo("forms of layouts", limit=16384)
 def form_of(layout: Layout) -> Form:
     """The form of a layout."""
-    return Form.of(layout.mesh, tuple(_parts(dim, layout.mesh) for dim in layout.dims), layout.partials)
+    return Form.of(layout.mesh, tuple(parts_of(dim, layout.mesh) for dim in layout.dims), layout.partials)
 
 
 @memo("layouts of forms", limit=16384)
 def _layout(form: Form, shape: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | None) -> Layout:
-    dims = []
-    for size, parts in zip(shape, form.dims, strict=True):
-        rest = math.prod(part.size for part in parts if part.size is not None)
-        first = parts[0].factor(quotient(size, rest) if rest > 1 else size, form.mesh)
-        dims.append([first, *(part.factor(part.size, form.mesh) for part in parts[1:] if part.size is not None)])
+    dims = [factors_of(parts, size, form.mesh) for size, parts in zip(shape, form.dims, strict=True)]
     return Layout.of(form.mesh, dims, form.partials, dtype, stride)
+
+
+# ── what a user asks for, as text ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def written(placements: Placements | Layout | None) -> str:
+    """What a user wants as text, also while a function of the user's is traced: then a graph can hold it.
+
+    >>> from .placement import Replicate, Shard
+    >>> written({"tp": Shard(0)}), written([Shard(0), Replicate()])
+    ('tp=S:0', 'S:0 R')
+    """
+    if placements is None or isinstance(placements, Layout):
+        return "" if placements is None else placements.write()
+    if isinstance(placements, Mapping):
+        return " ".join([f"{axis}={placement.write()}" for axis, placement in placements.items()]) or "="
+    return " ".join([placement.write() for placement in placements])
+
+
+def as_read(text: str) -> Any:
+    """The placements, or the layout, that `written` wrote.
+
+    >>> as_read("tp=S:0"), as_read("S:0 R"), as_read("")
+    ({'tp': Shard(0)}, (Shard(0), Replicate()), None)
+    """
+    if not text or ";" in text:
+        return Layout.read(text) if text else None
+    words = text.split()
+    if "=" in text:
+        return {axis: read_placement(word) for axis, _, word in (word.rpartition("=") for word in words) if axis}
+    return tuple(read_placement(word) for word in words)

@@ -14,22 +14,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, cast
 from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 import torch
 from torch import SymInt
 
-from ._torch import OpaqueBaseMeta, constant_type, hint, known, quotient
+from ._torch import OpaqueBaseMeta, constant_type, hint, known
 from .check import several, shown
+from .cuts import dim_of, shards_of, size_of
 from .errors import LayoutError, MeshError
+from .factor import Dim, Factor, Run, canonical, cut, default_sizes, shard_runs, whole
 from .memo import intern
 from .mesh import Mesh, quote
-from .placement import Partial, Placement, Replicate, Shard, read_placement
+from .placement import Partial, Placement, Replicate, Shard, taken
 
-Run = tuple[int, int]
+__all__ = [
+    "DTYPES",
+    "Dim",
+    "Factor",
+    "Layout",
+    "Number",
+    "PerRank",
+    "Placements",
+    "Run",
+    "SymbolicLayout",
+    "canonical",
+    "contiguous_stride",
+    "cut",
+    "default_sizes",
+    "dense_stride",
+    "make_layout",
+    "restore_layout",
+    "shard_runs",
+    "whole",
+    "whole_shape",
+]
+
 Placements = Sequence[Placement] | Mapping[str, Placement]
+
+_REPLICATE = Replicate()
 
 #: How a dtype is written in a layout.
 DTYPES = {
@@ -72,101 +97,6 @@ class Number(PerRank):
     """An int per place that reaches a kernel as a 0-d tensor, so that no rank's int enters a traced graph."""
 
     __slots__ = ()
-
-
-class Factor(NamedTuple):
-    """A factor of a dim: its size, the axes that cut it (major to minor) and the size of each shard in that order."""
-
-    size: int
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def text(self) -> str:
-        """Size, axes and sizes, as in `9@dp:2:3:4`."""
-        return f"{self.size}@{'+'.join(map(quote, self.axes))}:{':'.join(map(str, self.sizes))}"
-
-    def describe(self, mesh: Mesh) -> str:
-        """`8`, `8@dp`, `16@(tp,dp)`, `9@dp{2,3,4}`."""
-        if not self.axes:
-            return str(self.size)
-        names = self.axes[0] if len(self.axes) == 1 else f"({','.join(self.axes)})"
-        default = self.sizes == default_sizes(self.size, [mesh.axis_sizes[a] for a in self.axes])
-        return f"{self.size}@{names}" + ("" if default else "{" + ",".join(map(str, self.sizes)) + "}")
-
-
-Dim = tuple[Factor, ...]
-
-
-def whole(size: int) -> Factor:
-    """A factor that nothing cuts."""
-    return Factor(size, (), (size,))
-
-
-def default_sizes(size: int, parts: Iterable[int]) -> tuple[int, ...]:
-    """torch's chunks: ceiling division, axis after axis.
-
-    >>> default_sizes(5, [4]), default_sizes(5, [2, 2])
-    ((2, 2, 1, 0), (2, 1, 1, 1))
-    """
-    if isinstance(size, SymInt):
-        count = math.prod(parts := tuple(parts))
-        if size % count == 0:  # torch notes this: where it does not hold, the program is traced anew
-            return (quotient(size, count),) * count
-    sizes = [int(size)]
-    for count in parts:
-        sizes = [piece for whole_size in sizes for piece in _chunks(whole_size, count)]
-    return tuple(sizes)
-
-
-def _chunks(size: int, count: int) -> list[int]:
-    step = -(-size // count)
-    return [max(0, min(step, size - step * i)) for i in range(count)]
-
-
-def cut(size: int, axes: Sequence[str], mesh: Mesh) -> Factor:
-    """A factor cut by `axes` into default chunks."""
-    return Factor(size, tuple(axes), default_sizes(size, [mesh.axis_sizes[axis] for axis in axes]))
-
-
-def shard_runs(dim: Dim, shards: Sequence[int]) -> list[Run]:
-    """The intervals of a dim's indices that the given shard of each of its factors holds, ascending.
-
-    >>> shard_runs((whole(2), Factor(4, ("tp",), (2, 2))), [0, 1])
-    [(2, 4), (6, 8)]
-    """
-    runs = [(0, 1)]
-    for factor, index in zip(dim, shards, strict=True):
-        start, size = sum(factor.sizes[:index]), factor.sizes[index]
-        runs = [(i * factor.size + start, i * factor.size + start + size) for lo, hi in runs for i in range(lo, hi) if size]
-    return _joined(runs)
-
-
-def canonical(factors: Iterable[Factor]) -> Dim:
-    """The one way to write a product of factors: neighbours merge wherever the product is again an interval per shard.
-
-    >>> canonical([Factor(4, ("dp",), (2, 2)), whole(8)])
-    (Factor(size=32, axes=('dp',), sizes=(16, 16)),)
-    """
-    factors = tuple(factors)
-    if len(factors) == 1:
-        return factors
-    factors = sorted(factors, key=lambda factor: bool(factor.size != 1))  # a factor of size 1 commutes with the others
-    if math.prod(f.size for f in factors) == 0:
-        shards = math.prod(len(f.sizes) for f in factors)
-        return (Factor(0, tuple(a for f in factors for a in f.axes), (0,) * shards),)
-    merged: list[Factor] = []
-    for factor in factors:
-        if merged and _mergeable(merged[-1], factor):
-            major = merged.pop()
-            sizes = tuple(a * b for a in major.sizes for b in factor.sizes)
-            factor = Factor(major.size * factor.size, major.axes + factor.axes, sizes)
-        merged.append(factor)
-    return tuple(merged) or (whole(1),)
-
-
-def _mergeable(major: Factor, minor: Factor) -> bool:
-    return not minor.axes or max(major.sizes) <= 1
 
 
 class Layout(metaclass=OpaqueBaseMeta):
@@ -251,19 +181,12 @@ class Layout(metaclass=OpaqueBaseMeta):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """The familiar view, one placement per mesh axis; the order of axes on one dim and factors do not show in it."""
-        return tuple(self._placement(axis) for axis in self.mesh.axes)
-
-    def _placement(self, axis: str) -> Placement:
-        state = self.states.get(axis)
-        if state is None:
-            return Replicate()
-        if isinstance(state, str):
-            return Partial(state)
-        factors = self.dims[state]
-        if len(factors) == 1 and factors[0].axes == (axis,) and factors[0] != cut(factors[0].size, (axis,), self.mesh):
-            return Shard(state, factors[0].sizes)
-        return Shard(state)
+        """One placement per mesh axis; they say all: `make_layout` of them is this layout (a `StridedShard` where a plain one
+        would not do)."""
+        told: dict[str, Placement] = {axis: Partial(kind) for axis, kind in self.partials}
+        for index, dim in enumerate(self.dims):
+            told |= shards_of(index, dim, self.mesh)
+        return tuple(told.get(axis, _REPLICATE) for axis in self.mesh.axes)
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
         """The axes that cut a dim, major to minor."""
@@ -468,16 +391,6 @@ def _uncut(factor: Factor, gone: frozenset[str], mesh: Mesh) -> Factor:
     return cut(factor.size, keep, mesh) if keep else whole(factor.size)
 
 
-def _joined(runs: list[Run]) -> list[Run]:
-    joined: list[Run] = []
-    for start, stop in runs:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return joined
-
-
 def _describe(dim: Dim, mesh: Mesh) -> str:
     text = "*".join(factor.describe(mesh) for factor in dim)
     return text if len(dim) == 1 else f"({text})"
@@ -500,42 +413,32 @@ def make_layout(
     if isinstance(placements, Layout):
         return placements.replace(dtype=dtype, stride=None if stride is None else tuple(stride))
     size = tuple(n if isinstance(n, SymInt) else int(n) for n in shape)
-    cuts: list[list[tuple[str, Shard]]] = [[] for _ in size]
-    partials = []
-    for axis, placement in by_axis(mesh, placements).items():
-        if isinstance(placement, Shard):
-            cuts[_dim(placement.dim, size, mesh, axis)].append((axis, placement))
-        elif isinstance(placement, Partial):
-            partials.append((axis, placement.kind))
-    dims = [[_factor(n, shards, mesh)] for n, shards in zip(size, cuts, strict=True)]
+    cuts, partials = _cuts(size, mesh, placements)
+    dims = [dim_of(n, shards, mesh) for n, shards in zip(size, cuts, strict=True)]
     return Layout.of(mesh, dims, partials, dtype, stride)
 
 
-def written(placements: Placements | Layout | None) -> str:
-    """What a user wants as text, also while a function of the user's is traced: then a graph can hold it.
+def whole_shape(local: Sequence[int], mesh: Mesh, placements: Placements) -> tuple[int, ...]:
+    """The shape of a tensor of which every rank holds as much, or as much as the placements say.
 
-    >>> written({"tp": Shard(0)}), written([Shard(0), Replicate()])
-    ('tp=S:0', 'S:0 R')
+    >>> whole_shape((2, 3), Mesh(("tp",), (2,), range(2), "cpu", "simulated"), [Shard(1)])
+    (2, 6)
     """
-    if placements is None or isinstance(placements, Layout):
-        return "" if placements is None else placements.write()
-    if isinstance(placements, Mapping):
-        return " ".join([f"{axis}={placement.write()}" for axis, placement in placements.items()]) or "="
-    return " ".join([placement.write() for placement in placements])
+    return tuple(size_of(n, shards, mesh) for n, shards in zip(local, _cuts(local, mesh, placements)[0], strict=True))
 
 
-def as_read(text: str) -> Any:
-    """The placements, or the layout, that `written` wrote.
-
-    >>> as_read("tp=S:0"), as_read("S:0 R"), as_read("")
-    ({'tp': Shard(0)}, (Shard(0), Replicate()), None)
-    """
-    if not text or ";" in text:
-        return Layout.read(text) if text else None
-    words = text.split()
-    if "=" in text:
-        return {axis: read_placement(word) for axis, _, word in (word.rpartition("=") for word in words) if axis}
-    return tuple(read_placement(word) for word in words)
+def _cuts(
+    shape: Sequence[int], mesh: Mesh, placements: Placements
+) -> tuple[list[list[tuple[str, Shard]]], list[tuple[str, str]]]:
+    """The axes that cut each dim, and those that are pending."""
+    cuts: list[list[tuple[str, Shard]]] = [[] for _ in shape]
+    partials = []
+    for axis, placement in by_axis(mesh, placements).items():
+        if isinstance(placement, Shard):
+            cuts[_dim(placement.dim, tuple(shape), mesh, axis)].append((axis, placement))
+        elif isinstance(placement, Partial):
+            partials.append((axis, placement.reduce_op))
+    return cuts, partials
 
 
 def by_axis(mesh: Mesh, placements: Placements) -> dict[str, Placement]:
@@ -546,8 +449,8 @@ def by_axis(mesh: Mesh, placements: Placements) -> dict[str, Placement]:
                 raise MeshError(f"placements: mesh {mesh} has no axis {shown(axis)}; its axes are {', '.join(mesh.axes)}")
         given = dict(placements)
     else:
-        if isinstance(placements, Placement):
-            placements = (placements,)
+        if taken(placements) is not None:
+            placements = cast(Sequence[Placement], (placements,))
         placements = several(placements, "placements", "one Shard, Replicate or Partial for each axis, or these by axis name")
         if len(placements) != mesh.ndim:
             raise LayoutError(
@@ -555,10 +458,14 @@ def by_axis(mesh: Mesh, placements: Placements) -> dict[str, Placement]:
                 f"{tuple(placements)}; name the axes ({{{mesh.axes[0]!r}: Shard(0)}}) to leave some replicated"
             )
         given = dict(zip(mesh.axes, placements, strict=True))
-    for axis, placement in given.items():
-        if not isinstance(placement, Placement):
-            raise LayoutError(f"placements: axis {axis!r} takes Shard, Replicate or Partial, got {shown(placement)}")
-    return given
+    return {axis: _taken(axis, placement) for axis, placement in given.items()}
+
+
+def _taken(axis: str, given: object) -> Placement:
+    found = taken(given)
+    if found is None:
+        raise LayoutError(f"placements: axis {axis!r} takes Shard, Replicate or Partial, got {shown(given)}")
+    return found
 
 
 def _dim(dim: int, shape: tuple[int, ...], mesh: Mesh, axis: str) -> int:
@@ -570,20 +477,3 @@ def _dim(dim: int, shape: tuple[int, ...], mesh: Mesh, axis: str) -> int:
             else f"Shard({dim}) on axis {axis!r} of mesh {mesh}: a tensor without dims cannot be cut; use Replicate()"
         )
     return dim % len(shape)
-
-
-def _factor(size: int, shards: list[tuple[str, Shard]], mesh: Mesh) -> Factor:
-    sizes: tuple[int, ...] = (size,)
-    for position, (axis, shard) in enumerate(shards):
-        if shard.sizes is None:
-            sizes = tuple(piece for n in sizes for piece in _chunks(n, mesh.axis_sizes[axis]))
-        elif position:
-            raise LayoutError(f"explicit sizes on axis {axis!r}: only the first axis on a dim can have them")
-        elif len(shard.sizes) != mesh.axis_sizes[axis] or sum(shard.sizes) != size or min(shard.sizes) < 0:
-            raise LayoutError(
-                f"{shard} on axis {axis!r} needs {mesh.axis_sizes[axis]} sizes that add up to {size}, "
-                f"got {len(shard.sizes)} that add up to {sum(shard.sizes)}"
-            )
-        else:
-            sizes = shard.sizes
-    return Factor(size, tuple(axis for axis, _ in shards), sizes)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -19,12 +20,19 @@ from urllib.parse import quote as _quote
 from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._groups import current_device_mesh, group_over
 from ._torch import OpaqueBaseMeta, constant_type
 from .check import a_device, a_text, choice, instance, integer, integers, optional, refuse, several, shown
 from .errors import MeshError
 from .memo import CHOICES, cache_clear, intern, memo
 
 _meshes: WeakValueDictionary[tuple[Any, ...], Mesh] = WeakValueDictionary()
+#: The meshes whose `with` blocks this is in, the innermost last.
+_entered: ContextVar[tuple[Mesh, ...]] = ContextVar("shardwise.meshes", default=())
 #: What a mesh may be told about its groups, by whether they must be made explicitly.
 _GROUPS = ("auto", "explicit")
 #: More ranks than any job has: a number of ranks above this is a mistake, and counting them would take long.
@@ -42,6 +50,25 @@ def group_named(alias: str) -> tuple[Mesh, tuple[str, ...]]:
     _, fingerprint, names = alias.split(":", 2)
     mesh = next(mesh for mesh in root_meshes() if mesh.fingerprint == fingerprint and mesh.world == "processes")
     return mesh, tuple(names.split(","))
+
+
+def chosen(mesh: Mesh | Any = None) -> Mesh:
+    """The mesh that is meant: the given one, or the current one (`with mesh:`).
+
+    >>> with Mesh(("tp",), (2,), range(2), "cpu", "simulated"):
+    ...     chosen()
+    Mesh(tp=2)
+    """
+    given = next(reversed(_entered.get()), None) or current_device_mesh() if mesh is None else mesh
+    if given is None:
+        raise MeshError("no mesh is given and none is current; give one, or enter one (`with mesh:`)")
+    return Mesh.from_torch(given)
+
+
+def index_of(mesh: Mesh, point: Sequence[int], axes: tuple[str, ...]) -> int:
+    """Where the rank at a coordinate of a mesh stands in its group over `axes`, which are those of the mesh."""
+    at = dict(zip(mesh.axes, point, strict=True))
+    return _ravel([at[axis] for axis in axes], tuple(mesh.axis_sizes[axis] for axis in axes))
 
 
 def quote(name: str) -> str:
@@ -160,6 +187,91 @@ class Mesh(metaclass=OpaqueBaseMeta):
     def ndim(self) -> int:
         """The number of axes."""
         return len(self.axes)
+
+    # ── what a DeviceMesh answers ─────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """The names of the axes, as on a `DeviceMesh`."""
+        return self.axes
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device, as on a `DeviceMesh`."""
+        return self.device.partition(":")[0]
+
+    @property
+    def mesh(self) -> Tensor:
+        """The ranks as a tensor of the mesh's shape; of a sub-mesh, those that this rank belongs to.
+
+        >>> Mesh(("dp", "tp"), (2, 2), range(4), "cpu", "simulated").mesh
+        tensor([[0, 1],
+                [2, 3]])
+        """
+        place = 0 if self.root is self else self.here()
+        return torch.tensor([self.ranks[peer] for peer in self.peers(place, self.axes)]).view(self.shape)
+
+    def here(self) -> int:
+        """Where this process stands in the root's list of ranks.
+
+        A simulated world has all ranks in one process, so that no one rank is this one: `sw.each_rank` calls a function for
+        each.
+        """
+        if self.world == "simulated" and len(self.ranks) > 1:
+            raise MeshError(
+                f"mesh {self} is simulated: its {len(self.ranks)} ranks are in this process, and none of them is the one that "
+                "asks; write what every rank does alike, or sw.each_rank(function, …) for what ranks do with local tensors"
+            )
+        place = self.place(self.get_rank())
+        if place is None:
+            raise MeshError(f"rank {self.get_rank()} is none of the {len(self.ranks)} ranks of mesh {self}")
+        return place
+
+    def get_rank(self) -> int:
+        """The rank of this process in its job."""
+        if self.world == "simulated" and len(self.ranks) > 1:
+            self.here()
+        return dist.get_rank() if self.world != "simulated" else self.ranks[0]
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """The coordinate of this process along this mesh's axes, or None if it does not take part."""
+        return self.coordinate(self.get_rank())
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """The coordinate of this process along one axis, by name or position; a mesh of one axis need not say which."""
+        axis = self._axis(mesh_dim)
+        return self.coordinates[self.here()][self.axes.index(axis)]
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """The process group over one axis that this process is in; collective over that group, if it was not used before."""
+        axis = self._axis(mesh_dim)
+        if self.world == "simulated":
+            raise MeshError(f"mesh {self} is simulated: there is no process group over axis {axis!r}; start it with torchrun")
+        return group_over(tuple(self.ranks[peer] for peer in self.peers(self.here(), (axis,))))
+
+    def get_all_groups(self) -> list[Any]:
+        """The process groups over each axis that this process is in."""
+        return [self.get_group(axis) for axis in self.axes]
+
+    def _axis(self, axis: int | str | None) -> str:
+        if isinstance(axis, int) and not isinstance(axis, bool) and -self.ndim <= axis < self.ndim:
+            return self.axes[axis]
+        return self.named(axis)  # type: ignore[arg-type]
+
+    def _flatten(self, mesh_dim_name: str | None = None) -> Mesh:
+        """`flatten`, by the name and with the arguments that a `DeviceMesh` has."""
+        flat = self.flatten()
+        if mesh_dim_name not in (None, *flat.axes):
+            raise MeshError(f"the axes of mesh {self} are called {flat.axes[0]!r} as one; got mesh_dim_name={mesh_dim_name!r}")
+        return flat
+
+    def __enter__(self) -> Mesh:
+        """In the block this is the current mesh: the one that is meant where none is given."""
+        _entered.set((*_entered.get(), self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _entered.set(_entered.get()[:-1])
 
     @cached_property
     def fingerprint(self) -> str:
@@ -349,7 +461,8 @@ class Mesh(metaclass=OpaqueBaseMeta):
         return repr(self)[len("Mesh") :]
 
     def __eq__(self, other: object) -> bool:
-        return self is other
+        """Equal meshes are one object; a `DeviceMesh` of the same axes over the same ranks is equal too."""
+        return self is other or (type(other).__name__ == "DeviceMesh" and Mesh.from_torch(other) is self)
 
     __hash__ = object.__hash__
 

@@ -15,10 +15,13 @@ from urllib.parse import unquote
 import torch
 from torch import SymInt, Tensor
 
+from ._groups import AsyncTensor
 from ._torch import collectives, is_alias, keep_alive
 from ._tracer import keep_in_their_part
 from .comm import Door, PerRank, door
 from .comm.context import Setting
+from .comm.door import check_pieces
+from .comm.groups import deferred
 from .comm.policy import check
 from .comm.trace import is_of_one_rank
 from .form import Form, form_of
@@ -60,6 +63,12 @@ def move(local: Tensor, have: Layout, want: Layout, operator: str = "", max_byte
         return run(local, steps, operator or "redistribute", have.shape)
 
 
+def move_later(local: Tensor, have: Layout, want: Layout, operator: str = "", max_bytes: int | None = None) -> Tensor:
+    """As `move`, but collectives are waited for where their results are first used."""
+    with deferred.set(True):
+        return move(local, have, want, operator, max_bytes)
+
+
 def check_moves(moves: Iterable[tuple[int, Layout, Layout]], inputs: Sequence[Layout], operator: str) -> None:
     """Warn or raise, before any of an operator's moves, as `communication` was told."""
     plans = [steps for _, have, want in moves if (steps := plan(have, want)).collectives]
@@ -78,8 +87,12 @@ def run(local: Tensor, steps: Plan, operator: str, shape: Sequence[int] | None =
     world = door(steps.have.mesh, operator)
     if is_symbolic(shape) and any(_is_explicit(layout) for layout in steps.layouts):
         shape = tuple(int(size) for size in shape)  # pieces of given sizes are of one size only
+    if isinstance(local, AsyncTensor):
+        local = local.trigger_wait()
     by = Running(world, world.traced(local), shape)
     if steps.collectives and not by.traced:
+        for line, given, pieces in world.assumed(steps.have.mesh):
+            check_pieces(world.shapes(given, steps.have.mesh), pieces, steps.have.mesh.root, line)
         return watched(operator, (steps.have, steps.want), local, lambda: _run(local, steps, operator, by))
     return _run(local, steps, operator, by)
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from .comm import door, seen
-from .errors import LayoutError
+from .errors import LayoutError, MeshError
 from .keep import watched
-from .layout import Factor, Layout, Placements, make_layout
+from .layout import Factor, Layout, PerRank, Placements, dense_stride, make_layout, whole_shape
 from .memo import memo
 from .mesh import Mesh
-from .placement import Placement, Replicate, Shard
+from .placement import Placement, Replicate, Shard, StridedShard, taken
 
 
 def target(have: Layout, mesh: Mesh | Any, placements: Placements | Layout | None) -> Layout:
@@ -37,18 +37,62 @@ def _placed(have: Layout, mesh: Mesh, placements: tuple[Placement, ...] | None) 
     return make_layout(have.shape, mesh, wanted, have.dtype, have.stride)
 
 
+def fitting(layout: Layout, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh, verb: str) -> Layout:
+    """The layout, if it is one of a tensor of this shape and dtype on this mesh."""
+    if tuple(layout.shape) != tuple(shape) or layout.dtype != dtype or layout.mesh is not mesh:
+        have = f"a tensor of shape {list(shape)} and {dtype} on mesh {mesh}"
+        raise LayoutError(
+            f"{verb}: the layout {layout} on mesh {layout.mesh} does not fit {have}; take one of that shape, dtype and mesh "
+            "(`sw.layout`), or give placements"
+        )
+    return layout
+
+
+def source_rank(given: object, mesh: Mesh) -> int | None:
+    """`src_data_rank`, if there is such a coordinate on every axis of the mesh."""
+    if given is None:
+        return None
+    least = min(mesh.shape)
+    if not isinstance(given, int) or isinstance(given, bool) or not 0 <= given < least:
+        raise MeshError(
+            f"src_data_rank is the coordinate, on every axis of mesh {mesh}, of the rank whose values count: an int from 0 to "
+            f"{least - 1}, or None where all have the same values; got {given!r}"
+        )
+    return given
+
+
+def local_layout(local: Tensor, mesh: Mesh, placements: Any, run_check: bool, shape: Any, stride: Any) -> Layout:
+    """The layout of a tensor of which each rank gives a local tensor."""
+    if hasattr(local, "_layout"):
+        raise LayoutError(
+            f"from_local takes what a rank holds, an ordinary tensor; got {local!r}, which is distributed already"
+        )
+    if placements is None:
+        placements = (Replicate(),) * mesh.ndim
+    elif not isinstance(placements, dict | Layout):
+        placements = tuple(placements) if isinstance(placements, Sequence) else (placements,)
+    world = door(mesh, "from_local")
+    if run_check:
+        return checked_layout(local, mesh, placements, shape, stride)
+    size, steps = (None if given is None else tuple(given) for given in (shape, stride))
+    if not isinstance(placements, Layout) and (isinstance(placements, dict) or not local.is_contiguous()):
+        size = whole_shape(local.shape, mesh, placements) if size is None else size
+        steps = dense_stride(size, local.stride()) if steps is None else steps
+    if isinstance(placements, dict):
+        layout = make_layout(cast(Sequence[int], size), mesh, placements, local.dtype, steps)
+    else:
+        layout = assumed_layout(local.shape, local.dtype, mesh, placements, size, steps)
+    world.assume(local, mesh, PerRank(layout.local_shape))
+    return layout
+
+
 @memo("from_local", limit=4096)
 def assumed_layout(local: Any, dtype: torch.dtype, mesh: Any, placements: Any, shape: Any, stride: Any) -> Layout:
     """The layout of equal pieces, or of the chunks of `shape`."""
     if isinstance(placements, Layout):
-        return placements
-    mesh = Mesh.from_torch(mesh)
+        return fitting(placements, placements.shape if shape is None else shape, dtype, mesh, "from_local")
     if shape is None:
-        size = list(local)
-        for axis, placement in zip(mesh.axes, placements, strict=False):
-            if isinstance(placement, Shard) and -len(size) <= placement.dim < len(size):
-                size[placement.dim] = sum(placement.sizes) if placement.sizes else size[placement.dim] * mesh.axis_sizes[axis]
-        shape = tuple(size)
+        shape = whole_shape(local, mesh, placements)
     return make_layout(shape, mesh, placements, dtype, stride)
 
 
@@ -56,12 +100,8 @@ def checked_layout(local: Tensor, mesh: Mesh, placements: Any, shape: Any, strid
     """The layout that fits the pieces of all ranks, from their shapes; a rank outside the mesh is not told them."""
     world = door(mesh, "from_local")
     shapes = watched("from_local", ("shapes", mesh), local, lambda: world.shapes(local, mesh))
-    layout = told = _told_layout(local.dtype, mesh, placements, shape, stride)
-    if shapes and not isinstance(placements, Layout):
-        probe = make_layout(shapes[0], mesh, _unsized(mesh, placements), local.dtype)
-        sizes = [_summed(probe, dim, shapes) for dim in range(probe.ndim)]
-        dims = [[Factor(sum(n), probe.axes_of(dim), tuple(n))] for dim, n in enumerate(sizes)]
-        layout = Layout.of(mesh, dims, probe.partials, local.dtype, stride)
+    told = _told_layout(local.dtype, mesh, placements, shape, stride)
+    layout = _found_layout(shapes, local.dtype, mesh, placements, stride) if shapes else told
     if layout is None:
         raise LayoutError(
             f"from_local on a rank that is none of the {len(mesh.ranks)} ranks of mesh {mesh}: they do not tell it the shapes "
@@ -82,16 +122,18 @@ def checked_layout(local: Tensor, mesh: Mesh, placements: Any, shape: Any, strid
 def _told_layout(dtype: torch.dtype, mesh: Mesh, placements: Any, shape: Any, stride: Any) -> Layout | None:
     """The layout as far as every rank knows it without asking."""
     if isinstance(placements, Layout):
-        return placements
+        return fitting(placements, placements.shape if shape is None else shape, dtype, mesh, "from_local")
     return None if shape is None else make_layout(tuple(shape), mesh, placements, dtype, stride)
 
 
-def _unsized(mesh: Mesh, placements: Any) -> Any:
-    if isinstance(placements, dict):
-        return {a: Shard(p.dim) if isinstance(p, Shard) else p for a, p in placements.items()}
-    return [Shard(p.dim) if isinstance(p, Shard) else p for p in placements]
-
-
-def _summed(probe: Layout, dim: int, shapes: Sequence[Sequence[int]]) -> list[int]:
-    """The size of each shard of a dim, major to minor, from the local shapes."""
-    return [shapes[place][dim] for place in probe.mesh.peers(0, probe.axes_of(dim))]
+def _found_layout(shapes: Any, dtype: torch.dtype, mesh: Mesh, placements: Any, stride: Any) -> Layout:
+    """The layout that the shapes of all pieces tell."""
+    if isinstance(placements, Layout):
+        return placements
+    probe = make_layout(whole_shape(shapes[0], mesh, placements), mesh, placements, dtype, stride)
+    given = [taken(p) for p in (placements.values() if isinstance(placements, dict) else placements)]
+    if any(isinstance(p, StridedShard) or (isinstance(p, Shard) and p.sizes) for p in given):  # they say how large pieces are
+        return probe
+    sizes = [[shapes[place][dim] for place in mesh.peers(0, probe.axes_of(dim))] for dim in range(probe.ndim)]
+    dims = [[Factor(sum(n), probe.axes_of(dim), tuple(n))] for dim, n in enumerate(sizes)]
+    return Layout.of(mesh, dims, probe.partials, dtype, stride)

@@ -6,31 +6,30 @@ import functools
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import SymInt, Tensor
 
-from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, AsyncTensor, base_of, is_batched, no_torch_function
+from ._groups import AsyncTensor
+from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, base_of, is_batched, no_torch_function
 from ._tracer import teach_state_dicts, write_outs
 from .checkpoint import chunk_list, shard_of, write_items
 from .comm import door
 from .comm.trace import current
 from .dispatch import dispatch
 from .errors import OperatorError, WorldError
-from .form import Form, form_of
+from .form import Form, form_of, written
 from .identity import LIBRARY, library_key
-from .keep import watched
-from .layout import Factor, Layout, PerRank, Placements, dense_stride, make_layout, restore_layout, written
+from .layout import Factor, Layout, PerRank, Placements, dense_stride, make_layout, restore_layout
 from .memo import memo
-from .mesh import Mesh
-from .placement import Placement, Replicate
+from .mesh import Mesh, chosen
+from .placement import Placement
 from .plan import plan
-from .redistribute import move, run
-from .targets import assumed_layout, checked_layout, target
-from .tools import as_int, by_dim, maker, with_dims, wrap
+from .redistribute import move, move_later, run
+from .targets import local_layout, target
+from .tools import Tools, as_int, by_dim, maker, with_dims, wrap
 
 
 class DTensor(torch.Tensor):
@@ -58,38 +57,38 @@ class DTensor(torch.Tensor):
     # ── in and out ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @staticmethod
-    def from_local(
-        local: Tensor,
-        mesh: Mesh | Any,
-        placements: Placements | Layout,
+    def from_local(  # noqa: PLR0913  torch's keywords
+        local_tensor: Tensor,
+        device_mesh: Mesh | Any = None,
+        placements: Placements | Layout | None = None,
+        *,
+        run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
-        run_check: bool = True,
+        grad_placements: Placements | Layout | None = None,
     ) -> DTensor:
-        """The global tensor of which each rank gives its piece.
+        """The global tensor of which each rank gives its local tensor; no mesh means the current one, no placements replicated.
 
-        Without `shape` the ranks tell each other the shapes of their pieces, which may differ; with it, they check that these
-        are what the placements make of it. `run_check=False` saves that communication: pieces are then taken as equal, or as
-        the chunks of `shape`. What a rank outside the mesh gives is left out, and it has to know `shape`.
+        Nothing is communicated: the local tensors are taken as equal in shape, or as the chunks of `shape`, or as the
+        placements say. With `run_check` the ranks compare shapes, dtypes and requires_grad; shapes may then differ. What a
+        rank outside the mesh gives is left out, and it has to know `shape`. `grad_placements` are those of the gradient.
 
         >>> import shardwise as sw
         >>> mesh = sw.init_mesh(tp=2)
-        >>> DTensor.from_local(sw.Bundle([torch.ones(2, 3), torch.ones(2, 4)]), mesh, [sw.Shard(1)])
+        >>> DTensor.from_local(torch.ones(2, 3), mesh, [sw.Shard(1)])
+        DTensor(f32[2, 6@tp], mesh=(tp=2))
+        >>> DTensor.from_local(sw.Bundle([torch.ones(2, 3), torch.ones(2, 4)]), mesh, [sw.Shard(1)], run_check=True)
         DTensor(f32[2, 7@tp{3,4}], mesh=(tp=2))
         """
+        mesh = chosen(device_mesh)
         if torch.compiler.is_compiling():
-            told = (mesh.write(), written(placements), shape, stride, run_check, LIBRARY.key())
-            traced: DTensor = torch.ops.shardwise.from_local(local, *told)
+            told = (mesh.write(), written(placements), shape, stride, run_check, written(grad_placements), LIBRARY.key())
+            traced: DTensor = torch.ops.shardwise.from_local(local_tensor, *told)
             return traced
-        if isinstance(placements, Sequence):
-            placements = tuple(placements)
-        if run_check or isinstance(placements, dict):
-            layout = checked_layout(local, Mesh.from_torch(mesh), placements, shape, stride)
-        else:
-            size = None if shape is None else tuple(shape)
-            steps = None if stride is None else tuple(stride)
-            layout = assumed_layout(local.shape, local.dtype, mesh, placements, size, steps)
-        return of_pieces(local, layout)
+        layout = local_layout(local_tensor, mesh, placements, run_check, shape, stride)
+        if grad_placements is not None:
+            grad_placements = make_layout(layout.shape, mesh, grad_placements, layout.dtype, layout.stride)
+        return of_pieces(local_tensor, layout, grad_placements)
 
     def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
         """What this rank holds (in a simulated world: the bundle of what each rank holds; on a rank that is not in the mesh: a
@@ -102,17 +101,26 @@ class DTensor(torch.Tensor):
             return found
         return self._local
 
+    @property
+    def _local_tensor(self) -> Tensor:
+        """What this rank holds, by the name that `torch.distributed.tensor` uses."""
+        return self._local
+
     def redistribute(
         self,
-        mesh: Mesh | Any = None,
+        device_mesh: Mesh | Any = None,
         placements: Placements | Layout | None = None,
         *,
         async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
         max_bytes: int | None = None,
     ) -> DTensor:
         """The same tensor in another layout, on its mesh or on another one; no placements means all replicated.
 
-        No layout on the way takes more than `max_bytes` on a rank; as a rule, what the larger of the two takes.
+        It is communicated, and given, in `forward_dtype`, its gradient communicated in `backward_dtype`. With `async_op` the
+        last collective is started, and waited for where the result is first used. No layout on the way takes more than
+        `max_bytes` on a rank; as a rule, what the larger of the two takes.
 
         >>> import shardwise as sw
         >>> mesh = sw.init_mesh(tp=4)
@@ -121,18 +129,19 @@ class DTensor(torch.Tensor):
         (DTensor(f32[4, 4@tp], mesh=(tp=4)), DTensor(f32[4@tp, 4], mesh=(tp=2)))
         """
         try:
-            wanted = target(self._layout, mesh, placements)
+            wanted = target(self._layout, device_mesh, placements)
         except TypeError:  # uneven pieces of a size that is a symbol: the program holds for the size at hand only
             if type(self._layout) is Layout:
                 raise
             self._layout = self._layout.settled()
-            wanted = target(self._layout, mesh, placements)
-        if wanted is self._layout:
+            wanted = target(self._layout, device_mesh, placements)
+        how = How(async_op, forward_dtype or self.dtype, backward_dtype or self.dtype, max_bytes)
+        if wanted is self._layout and how.forward is how.backward is self.dtype:
             return self
         if self.requires_grad and torch.is_grad_enabled():
-            found: DTensor = _Redistribute.apply(self, wanted, max_bytes)
+            found: DTensor = _Redistribute.apply(self, wanted, how)
             return found
-        return wrap(DTensor, move(self._local, self._layout, wanted, max_bytes=max_bytes), wanted)
+        return _redistributed(self, wanted, how)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
         """The whole tensor as a new ordinary one, on every rank of the mesh: writes to it never reach this tensor."""
@@ -360,7 +369,8 @@ def _plain_tangent(tangent: Tensor, form: Any, expected_type: Any = None) -> DTe
     if expected_type is None or not issubclass(expected_type, DTensor) or not isinstance(form, Form):
         return None
     layout = form.layout(tangent.shape, tangent.dtype)
-    return distribute(tangent, layout.mesh, layout, None)
+    made: DTensor = Tools(DTensor).distribute(tangent, layout)
+    return made
 
 
 # A compiled backward asks what it gets for it, and autograd gives an ordinary tensor there.
@@ -465,7 +475,7 @@ def align_grad(grad: Any, layout: Layout) -> Any:
     if not isinstance(grad, DTensor):
         if is_batched(grad):  # many gradients at once: they go where they are asked for, not into a leaf
             return grad
-        return distribute_tensor(grad, layout.mesh, layout, src_data_rank=None)
+        return Tools(DTensor).distribute(grad.detach(), layout.replace(dtype=grad.dtype))
     target = _as_cut(grad._layout, layout)
     if grad._layout is target or grad.requires_grad:
         return grad.redistribute(placements=target)
@@ -475,26 +485,50 @@ def align_grad(grad: Any, layout: Layout) -> Any:
 # ── autograd through the ways in and out ──────────────────────────────────────────────────────────────────────────────
 
 
+class How(NamedTuple):
+    """How a tensor is redistributed: whether the last collective is waited for, in which dtype it and its gradient are
+    communicated, and the most bytes that a rank may hold on the way."""
+
+    later: bool
+    forward: torch.dtype
+    backward: torch.dtype
+    max_bytes: int | None
+
+
+def _redistributed(x: DTensor, wanted: Layout, how: How) -> DTensor:
+    have, local = x._layout, x._local
+    if how.forward is not have.dtype:
+        have, wanted = have.replace(dtype=how.forward), wanted.replace(dtype=how.forward)
+        local = local.to(how.forward)
+    moved = move_later if how.later else move
+    found: DTensor = wrap(DTensor, moved(local, have, wanted, max_bytes=how.max_bytes), wanted)
+    return found
+
+
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, target: Layout, max_bytes: int | None) -> DTensor:
-        ctx.layout = x._layout.reduced()
-        return wrap(DTensor, move(x._local, x._layout, target, max_bytes=max_bytes), target)
+    def forward(ctx: Any, x: DTensor, target: Layout, how: How) -> DTensor:
+        ctx.layout, ctx.how = x._layout.reduced(), how
+        return _redistributed(x, target, how)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
-        return align_grad(grad, ctx.layout), None, None
+        return align_grad(grad.to(ctx.how.backward), ctx.layout).to(ctx.layout.dtype), None, None
 
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: Layout) -> DTensor:
-        mine = _settled(local.detach())
-        ctx.layout, ctx.left_out = layout, mine if door(layout.mesh).place(layout.mesh) < 0 else None
+    def forward(ctx: Any, local: Tensor, layout: Layout, grad_layout: Layout | None) -> DTensor:
+        mine = settled(local.detach())
+        ctx.layout, ctx.grad_layout = layout, grad_layout
+        ctx.left_out = mine if door(layout.mesh).place(layout.mesh) < 0 else None
         return wrap(DTensor, _owned(mine, layout), layout)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
+        if ctx.grad_layout is not None:
+            grad = align_grad(grad, ctx.grad_layout)
+            return grad.to_local() if ctx.left_out is None else torch.zeros_like(ctx.left_out), None, None
         kinds = {kind for _, kind in ctx.layout.partials}
         if not kinds <= {"sum", "avg"}:
             raise OperatorError(f"from_local of {ctx.layout}: pieces pending a {kinds.pop()} have no gradient")
@@ -502,7 +536,7 @@ class _FromLocal(torch.autograd.Function):
         for axis, kind in ctx.layout.partials:
             if kind == "avg":
                 grad = grad / ctx.layout.mesh.axis_sizes[axis]
-        return grad.to_local() if ctx.left_out is None else torch.zeros_like(ctx.left_out), None
+        return grad.to_local() if ctx.left_out is None else torch.zeros_like(ctx.left_out), None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -543,12 +577,12 @@ class _ToPlain(torch.autograd.Function):
 # ── the ways in ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def of_pieces(local: Tensor, layout: Layout) -> DTensor:
+def of_pieces(local: Tensor, layout: Layout, grad_layout: Any = None) -> DTensor:
     """The DTensor of which each rank gives its piece."""
     if local.requires_grad and torch.is_grad_enabled():
-        found: DTensor = _FromLocal.apply(local, layout)
+        found: DTensor = _FromLocal.apply(local, layout, grad_layout)
         return found
-    return wrap(DTensor, _owned(_settled(local), layout), layout)
+    return wrap(DTensor, _owned(settled(local), layout), layout)
 
 
 def _owned(local: Tensor, layout: Layout) -> Tensor:
@@ -556,45 +590,8 @@ def _owned(local: Tensor, layout: Layout) -> Tensor:
     return door(layout.mesh).own(local, layout.mesh, PerRank(layout.local_shape))
 
 
-def distribute_tensor(
-    tensor: Tensor, mesh: Mesh | Any, placements: Placements | Layout | None = None, *, src_data_rank: int | None = 0
-) -> DTensor:
-    """A tensor, spread over a mesh: by placements, one per axis, or by axis name (axes not named replicate).
-
-    The first rank's values count, so ranks that differ come to agree; `src_data_rank=None` trusts that they are equal.
-
-    >>> import shardwise as sw
-    >>> distribute_tensor(torch.arange(6.0), sw.init_mesh(tp=2), {"tp": sw.Shard(0)})
-    DTensor(f32[6@tp], mesh=(tp=2))
-    """
-    on = Mesh.from_torch(mesh)
-    if isinstance(tensor, DTensor):
-        return tensor.redistribute(on, placements)
-    if torch.compiler.is_compiling():
-        traced: DTensor = torch.ops.shardwise.distribute(tensor, on.write(), written(placements), src_data_rank, LIBRARY.key())
-        return traced
-    return distribute(tensor, on, placements, src_data_rank)
-
-
-def distribute(tensor: Tensor, on: Mesh, placements: Any, src_data_rank: int | None) -> DTensor:
-    """A plain tensor, spread over a mesh."""
-    wanted = [Replicate()] * on.ndim if placements is None else placements
-    layout = make_layout(tensor.shape, on, wanted, tensor.dtype)
-    world = door(on, "distribute_tensor")
-    local = world.each(_own, on, world.replicate(tensor.detach(), on))
-    if src_data_rank is not None:
-        local = watched("distribute_tensor", ("broadcast", on), local, partial(world.broadcast, local, on))
-    found: DTensor = wrap(DTensor, move(local, layout.replicated(), layout), layout)
-    return found.requires_grad_(tensor.requires_grad)
-
-
-def _settled(x: Tensor) -> Tensor:
+def settled(x: Tensor) -> Tensor:
     """The tensor as it lies in memory: local operators do not see the marks of a lazy conjugate or negative."""
     if isinstance(x, AsyncTensor):
         x = x.trigger_wait()
     return x.resolve_conj().resolve_neg() if x.dtype.is_complex or x.is_neg() else x
-
-
-def _own(x: Tensor) -> Tensor:
-    x = _settled(x)
-    return x.clone(memory_format=torch.contiguous_format)

@@ -108,7 +108,7 @@ class Anything:
 CALLS: dict[str, Callable[[World], tuple[Any, ...]]] = {
     "Bundle": lambda w: call(sw.Bundle, [torch.ones(2)] * 4, requires_grad=False, stride=None),
     "DTensor.from_local": lambda w: call(
-        sw.DTensor.from_local, w.x.to_local(), w.mesh, [Shard(0), Replicate()], (8, 4), (4, 1)
+        sw.DTensor.from_local, w.x.to_local(), w.mesh, [Shard(0), Replicate()], shape=(8, 4), stride=(4, 1)
     ),
     "DTensor.to_local": lambda w: call(w.x.to_local, grad_placements=[Shard(0), Replicate()]),
     "DTensor.redistribute": lambda w: call(w.x.redistribute, w.mesh, [Replicate(), Shard(0)], max_bytes=2**20),
@@ -140,6 +140,8 @@ CALLS: dict[str, Callable[[World], tuple[Any, ...]]] = {
     "Mesh.place": lambda w: call(w.mesh.place, 0),
     "Mesh.coordinate": lambda w: call(w.mesh.coordinate, 0),
     "Mesh.peers": lambda w: call(w.mesh.peers, 0, ("dp",)),
+    "Mesh.get_group": lambda w: call(w.mesh.get_group, "dp"),
+    "Mesh.get_local_rank": lambda w: call(w.mesh.get_local_rank, "dp"),
     "Mesh.groups": lambda w: call(w.mesh.groups, ("dp",)),
     "Mesh.sorted_axes": lambda w: call(w.mesh.sorted_axes, ("tp", "dp")),
     "Package.bind": lambda w: call(w.package.bind, {"weight": w.x}),
@@ -157,12 +159,14 @@ CALLS: dict[str, Callable[[World], tuple[Any, ...]]] = {
     "Schedule.draw": lambda w: call(w.schedule.draw, 2.0, 96),
     "Schedule.svg": lambda w: call(w.schedule.svg, w.folder / "picture.svg", 2.0),
     "Shard": lambda w: call(Shard, 0, (4, 4)),
+    "StridedShard": lambda w: call(sw.StridedShard, 0, "_*4@tp", split_factor=1),
     "cache_clear": lambda w: call(sw.cache_clear, "plans"),
     "calibrate": lambda w: call(sw.calibrate, w.mesh),
     "capture": lambda w: call(sw.capture, spread),
     "communication": lambda w: call(sw.communication, "forbid", over_bytes=10),
     "compile": lambda w: call(sw.compile, spread, timeout=10.0, fullgraph=True),
     "debug_mode": lambda w: call(sw.debug_mode, 10.0, True),
+    "distribute_module": lambda w: call(sw.distribute_module, nn.Linear(4, 4), w.mesh),
     "distribute_tensor": lambda w: call(sw.distribute_tensor, torch.ones(8, 4), w.mesh, [Shard(0), Replicate()]),
     "each_rank": lambda w: call(sw.each_rank, spread, w.x.to_local()),
     "empty": lambda w: call(sw.empty, 8, 4, mesh=w.mesh, placements=[Shard(0), Replicate()], dtype=torch.float32),
@@ -171,6 +175,7 @@ CALLS: dict[str, Callable[[World], tuple[Any, ...]]] = {
     "grouped_mm": lambda w: call(
         sw.grouped_mm, torch.ones(3, 2), torch.ones(2, 2, 2), offs=torch.tensor([1, 3], dtype=torch.int32)
     ),
+    "init_device_mesh": lambda w: call(sw.init_device_mesh, "cpu", (2, 2), mesh_dim_names=("dp", "tp")),
     "init_mesh": lambda w: call(sw.init_mesh, device="cpu", ranks=range(4), slow="dp", groups="auto", dp=2, tp=2),
     "int_pow": lambda w: call(sw.int_pow, torch.tensor([2]), 3),
     "layout": lambda w: call(sw.layout, (8, 4), w.mesh, [Shard(0), Replicate()], torch.float32, (4, 1)),
@@ -353,6 +358,15 @@ NAMED = {
     "factor": "own",
     "point": "own",
     "device_mesh": "mesh",
+    "device_type": "device",
+    "mesh_shape": "sizes",
+    "mesh_dim_names": "axes None",
+    "StridedShard:dim": "integer",
+    "StridedShard:parts": "text",
+    "StridedShard:split_factor": "positive",
+    "partition_fn": "function None",
+    "input_fn": "function None",
+    "output_fn": "function None",
     "Pipeline.step:inputs": "tensor",
     "Pipeline.forward:inputs": "tensor",
     "target": "anything",
@@ -501,10 +515,11 @@ ACCEPTED: dict[Trial, str] = {
     Trial("rule", "words", "nothing in a list"): "linear=[]: an operator that is linear in nothing",
 }
 #: Those of which no call is right in a world of one process, or without a file that was written before.
-NOT_RIGHT_HERE = {"load_artifacts", "load_package", "p2p.batch_isend_irecv"}
+NOT_RIGHT_HERE = {"Mesh.get_group", "Mesh.get_local_rank", "load_artifacts", "load_package", "p2p.batch_isend_irecv"}
 #: Callables of which only what must be refused is tried, and why.
 ONLY_REFUSED = {
     "export": "it compiles what is right",
+    "distribute_module": "the functions raise what they like about their arguments",
     "Pipeline.step": "the modules of the stages raise what they like about inputs that are tensors",
     "Pipeline.forward": "so here",
     **dict.fromkeys(("zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm"), "it makes what is right"),

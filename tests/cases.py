@@ -139,7 +139,7 @@ def clip_grad_norm_over_sub_meshes() -> None:
 def from_local_of_four_widths() -> None:
     x = values(3, 14)
     mesh = sw.init_mesh(tp=4)
-    d = DTensor.from_local(local_of(mesh, list(x.split([2, 3, 4, 5], 1))), mesh, [Shard(1)])
+    d = DTensor.from_local(local_of(mesh, list(x.split([2, 3, 4, 5], 1))), mesh, [Shard(1)], run_check=True)
     assert d.shape == (3, 14)
     same(d, x)
     same(d @ values(14, 2), x @ values(14, 2))

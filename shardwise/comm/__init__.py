@@ -7,7 +7,7 @@ from .groups import Processes
 from .policy import check, communication
 from .record import Log, Record, note_decomposed, note_fallback, trace_comm
 from .simulated import Bundle, Simulated
-from .worlds import door, init_mesh, pretend, seen, simulate
+from .worlds import door, init_device_mesh, init_mesh, pretend, seen, simulate
 
 __all__ = [
     "Bundle",
@@ -21,6 +21,7 @@ __all__ = [
     "communication",
     "debug_mode",
     "door",
+    "init_device_mesh",
     "init_mesh",
     "note_decomposed",
     "note_fallback",

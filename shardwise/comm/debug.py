@@ -265,10 +265,10 @@ class Checker(Around):
         with _together(self._session, Post("exchange", self._operator, *words), self._ranks(batch.mesh, batch.axes)):
             return self._door.exchange(sent, batch)
 
-    def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
+    def broadcast(self, x: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
         """Compare, then broadcast."""
-        with self._check("broadcast", x, mesh, mesh.root.axes):
-            return self._door.broadcast(x, mesh)
+        with self._check("broadcast", x, mesh, mesh.sorted_axes(mesh.axes)):
+            return self._door.broadcast(x, mesh, source)
 
     def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         """Compare that all ask, then ask."""

@@ -8,17 +8,26 @@ always given in the order of the root mesh; a group's ranks are ordered by `mesh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..errors import OperatorError, WorldError
+from ..errors import LayoutError, OperatorError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh
 from .messages import Batch
 
 #: Elements for each of a group, in group order; they may differ from rank to rank.
 Counts = tuple[int, ...] | PerRank
+
+
+class Assumed(NamedTuple):
+    """What a line of the program gave to `from_local` without a check: a tensor of its shape, and the shape it should have on
+    each rank."""
+
+    line: str
+    given: Tensor
+    shape: PerRank
 
 
 class Door(Protocol):
@@ -50,8 +59,8 @@ class Door(Protocol):
         """What a rank receives (zeros where nobody sends to it) of tensors that ranks send to one another; tensors may still
         be on their way, and have to be waited for."""
 
-    def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
-        """The value that the first place of the mesh's root holds, on every rank."""
+    def broadcast(self, x: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
+        """The value of the rank at coordinate `source` of every axis of the mesh, on all ranks along these axes."""
 
     def each(self, function: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
         """`function(*args)` on every rank, local values and `PerRank` arguments (also inside lists and tuples) replaced
@@ -75,7 +84,14 @@ class Door(Protocol):
 
     def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         """The local shape at every place of the root mesh (communicates where ranks are processes); nothing on a rank outside
-        the mesh, which no one tells."""
+        the mesh, which no one tells. An error where dtypes, devices or requires_grad differ."""
+
+    def assume(self, x: Tensor, mesh: Mesh, shape: PerRank) -> None:
+        """Take it that what each rank made by itself has the given shape: checked here where that takes no communication, else
+        with the next communication on the mesh (`assumed`), once for each line of the program."""
+
+    def assumed(self, mesh: Mesh) -> list[Assumed]:
+        """What was assumed of this mesh and is not checked yet; from now on it counts as checked."""
 
     def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
         """Say that this rank raises an error that may be its own only, so that those that wait for it raise as well; `alone`
@@ -130,6 +146,14 @@ class Around:
         """Pass on."""
         self._door.report(error, mesh, where, alone)
 
+    def assume(self, x: Tensor, mesh: Mesh, shape: PerRank) -> None:
+        """Pass on."""
+        self._door.assume(x, mesh, shape)
+
+    def assumed(self, mesh: Mesh) -> list[Assumed]:
+        """Pass on."""
+        return self._door.assumed(mesh)
+
 
 # ── what every world checks alike ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -142,14 +166,45 @@ def check_chunks(rows: int, parts: int, axes: tuple[str, ...]) -> None:
         )
 
 
-def same_ndim(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """The shapes as they are, if the ranks agree on the number of dims.
+class Fact(NamedTuple):
+    """What ranks tell each other of a local tensor."""
 
-    >>> same_ndim(((2, 3), (1, 3)))
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    requires_grad: bool
+
+    @staticmethod
+    def of(x: Tensor) -> Fact:
+        """The facts of a tensor."""
+        return Fact(tuple(x.shape), str(x.dtype), x.device.type, x.requires_grad)
+
+
+def alike(facts: Sequence[Fact], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """The shapes, if the ranks agree on all else.
+
+    >>> mesh = Mesh(("tp",), (2,), range(2), "cpu", "simulated")
+    >>> alike([Fact((2, 3), "torch.float32", "cpu", False), Fact((1, 3), "torch.float32", "cpu", False)], mesh)
     ((2, 3), (1, 3))
     """
-    if len({len(shape) for shape in shapes}) > 1:
-        raise WorldError(
-            f"the ranks hold local tensors of different numbers of dims: {shapes}, by place; give all the same number"
+    first = facts[0]
+    for name in ("number of dims", "dtype", "device", "requires_grad"):
+        told = [len(fact.shape) if name == "number of dims" else getattr(fact, name) for fact in facts]
+        for rank, value in zip(mesh.ranks, told, strict=True):
+            if value != told[0]:
+                raise WorldError(
+                    f"from_local: the local tensors differ in {name}: {told[0]} on rank {mesh.ranks[0]} (shape "
+                    f"{list(first.shape)}), {value} on rank {rank}; give the same on every rank"
+                )
+    return tuple(fact.shape for fact in facts)
+
+
+def check_pieces(shapes: Sequence[Sequence[int]], shape: PerRank, mesh: Mesh, line: str = "") -> None:
+    """Refuse local tensors whose shapes are not those that were assumed."""
+    if any(tuple(have) != tuple(shape.at(place)) for place, have in enumerate(shapes)):
+        told = ", ".join(f"{list(have)} on rank {rank}" for rank, have in zip(mesh.ranks, shapes, strict=True))
+        raise LayoutError(
+            f"from_local{line and f' at {line}'}: local tensors are not equal shards, nor those of the given shape: {told}; "
+            "give run_check=True, which asks the ranks for their shapes, or the size of each shard, as in "
+            "Shard(0, sizes=(1, 3)), or the shape of the whole (shape=) where they are its chunks"
         )
-    return shapes

@@ -23,7 +23,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from .._torch import dispatch_modes, job_store
+from .._groups import job_store
+from .._torch import dispatch_modes
 from ..errors import MismatchError, RankError, ShardwiseError
 from .context import caller
 from .names import groups

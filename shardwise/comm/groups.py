@@ -7,7 +7,6 @@ that is not in a mesh holds shapes (`Absent`) and communicates nothing.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -17,16 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import collectives, dispatch_modes, new_group
+from .._groups import AsyncTensor, group_over
+from .._torch import collectives, dispatch_modes
 from ..errors import OperatorError, WorldError
 from ..layout import PerRank
-from ..mesh import Mesh
+from ..mesh import Mesh, index_of
 from .absent import Absent, absent, refuse
+from .context import Setting, caller
 from .direct import all_gather as direct_all_gather
 from .direct import all_reduce as direct_all_reduce
 from .direct import is_eager
 from .direct import reduce_scatter as direct_reduce_scatter
-from .door import Counts, check_chunks, same_ndim
+from .door import Assumed, Counts, Fact, alike, check_chunks
 from .failure import guarded, in_job, joined, report
 from .messages import Batch
 from .names import forget, register
@@ -41,8 +42,22 @@ _all_to_all = collectives.all_to_all_single.default
 _broadcast = collectives.broadcast.default
 _wait = collectives.wait_tensor.default
 
+#: Whether collectives are only started here: what they give waits for itself where it is first used.
+deferred: Setting[bool] = Setting("deferred", False)
+
+
+def _finished(x: Tensor) -> Tensor:
+    if deferred.get() and type(x) is Tensor:
+        later: Tensor = AsyncTensor(x)
+        return later
+    waited: Tensor = _wait(x)
+    return waited
+
+
 #: Shapes travel in a vector of one length, so that ranks that disagree on the number of dims can still say so.
 _MOST_DIMS = 64
+#: Kinds of devices.
+DEVICES = ("cpu", "cuda", "hpu", "meta", "mps", "xla", "xpu")
 
 
 # ── the rank as a value ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,6 +102,8 @@ class Processes:
         self._places: dict[Mesh, int] = {}
         self._ready: set[Mesh] = set()
         self._met: set[str] = set()
+        self._assumed: dict[str, list[Assumed]] = {}
+        self._checked: set[tuple[str, str]] = set()
 
     def prepare(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
         """The group of this rank over `axes`, made if it is not there yet; collective over the group."""
@@ -125,6 +142,8 @@ class Processes:
         self._places.clear()
         self._ready.clear()
         self._met.clear()
+        self._assumed.clear()
+        self._checked.clear()
         self._job = weakref.ref(job)
         if in_job():
             joined()
@@ -163,12 +182,12 @@ class Processes:
             return Absent(x.shape, x.dtype, mesh)
         if size == 1 or x.numel() == 0:
             return x.clone(memory_format=torch.contiguous_format)
-        if hosts is not None and is_eager(x):
+        if hosts is not None and is_eager(x) and not deferred.get():
             return direct_all_reduce(x, kind, hosts())
         how = wire(kind, x.dtype)
         if how is None:
             return self._gathered(x, kind, mesh, axes)
-        return how.decode(_wait(_all_reduce(packed(how.encode(x)), how.kind, alias)))
+        return how.decode(_finished(_all_reduce(packed(how.encode(x)), how.kind, alias)))
 
     @guarded
     def all_gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
@@ -180,9 +199,9 @@ class Processes:
             return x.clone(memory_format=torch.contiguous_format)
         if x.numel() == 0:
             return x.new_empty((size * x.shape[0], *x.shape[1:]))
-        if hosts is not None and is_eager(x):
+        if hosts is not None and is_eager(x) and not deferred.get():
             return direct_all_gather(x, hosts())
-        return unpacked(_wait(_all_gather(packed(x), size, alias)), x.dtype)
+        return unpacked(_finished(_all_gather(packed(x), size, alias)), x.dtype)
 
     @guarded
     def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
@@ -196,12 +215,12 @@ class Processes:
             return x.clone(memory_format=torch.contiguous_format)
         if x.numel() == 0:
             return x.new_empty((x.shape[0] // size, *x.shape[1:]))
-        if hosts is not None and is_eager(x):
+        if hosts is not None and is_eager(x) and not deferred.get():
             return direct_reduce_scatter(x, kind, hosts())
         how = wire(kind, x.dtype)
         if how is None:
             return combine(self._exchanged_chunks(x, mesh, axes), kind)
-        return how.decode(_wait(_reduce_scatter(packed(how.encode(x)), how.kind, size, alias)))
+        return how.decode(_finished(_reduce_scatter(packed(how.encode(x)), how.kind, size, alias)))
 
     @guarded
     def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
@@ -215,7 +234,7 @@ class Processes:
         if current() is not None and varies((receive, send), len(mesh.ranks)):
             mark_specific((receive, send))
         coming, going = list(_here(receive, place)), list(_here(send, place))
-        return unpacked(_wait(_all_to_all(packed(x), coming, going, alias)), x.dtype)
+        return unpacked(_finished(_all_to_all(packed(x), coming, going, alias)), x.dtype)
 
     @guarded
     def exchange(self, sent: Sequence[Tensor], batch: Batch) -> list[Tensor]:
@@ -242,14 +261,15 @@ class Processes:
         return made
 
     @guarded
-    def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
-        """The first place's value."""
-        alias, size, *_ = self.prepare(mesh, mesh.root.axes)
+    def broadcast(self, x: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
+        """The value of the source."""
+        axes = mesh.sorted_axes(mesh.axes)
+        alias, size, *_ = self.prepare(mesh, axes)
         if size == 0:
             return Absent(x.shape, x.dtype, mesh)
         if size == 1 or x.numel() == 0:
             return x.clone(memory_format=torch.contiguous_format)
-        return unpacked(_wait(_broadcast(packed(x), 0, alias)), x.dtype)
+        return unpacked(_wait(_broadcast(packed(x), index_of(mesh, (source,) * mesh.ndim, axes), alias)), x.dtype)
 
     def _gathered(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce by `kind` what the group holds, for a reduction that no backend does."""
@@ -318,22 +338,33 @@ class Processes:
         return x
 
     def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-        """Gather every rank's shape."""
+        """Gather every rank's shape, and what else has to agree."""
         if x.ndim > _MOST_DIMS:
             raise OperatorError(f"a local tensor has at most {_MOST_DIMS} dims, got {x.ndim}")
-        mine = torch.zeros((1, 1 + _MOST_DIMS), dtype=torch.int64)
-        mine[0, : x.ndim + 1] = torch.tensor([x.ndim, *x.shape])
         if self.place(mesh) < 0:
             return ()
-        rows = self.all_gather(mine.to(mesh.device), mesh, mesh.root.axes).tolist()
-        return same_ndim(tuple(tuple(row[1 : 1 + row[0]]) for row in rows))
+        fact = Fact.of(x)
+        words = [_NAMES.index(name) if name in _NAMES else -1 for name in (fact.dtype, fact.device)]
+        row = [*words, int(fact.requires_grad), x.ndim, *x.shape, *(0,) * (_MOST_DIMS - x.ndim)]
+        rows = self.all_gather(torch.tensor([row]).to(mesh.device), mesh, mesh.root.axes).tolist()
+        told = [Fact(tuple(shape[:n]), _NAMES[kind], _NAMES[on], bool(grad)) for kind, on, grad, n, *shape in rows]
+        return alike(told, mesh.root)
+
+    def assume(self, x: Tensor, mesh: Mesh, shape: PerRank) -> None:
+        """Note it, unless this line of the program was checked before."""
+        line = str(caller())
+        if (mesh.root.text, line) not in self._checked and self.place(mesh) >= 0 and not self.traced(x):
+            self._checked.add((mesh.root.text, line))
+            given = torch.empty(x.shape, dtype=x.dtype, device="meta")
+            self._assumed.setdefault(mesh.root.text, []).append(Assumed(line, given, shape))
+
+    def assumed(self, mesh: Mesh) -> list[Assumed]:
+        """What was noted."""
+        return self._assumed.pop(mesh.root.text, []) if self._assumed else []
 
 
-def group_over(ranks: tuple[int, ...]) -> Any:
-    """The process group over these ranks, the same for every mesh that needs it."""
-    if ranks == tuple(range(dist.get_world_size())):
-        return dist.group.WORLD
-    return new_group(ranks, "sw:" + hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest())
+#: Names of dtypes and devices, in the same order in every process of a job; the last stands for one that is not there.
+_NAMES = (*sorted({str(kind) for kind in vars(torch).values() if isinstance(kind, torch.dtype)}), *DEVICES, "another one")
 
 
 def _here(value: Any, place: int) -> Any:

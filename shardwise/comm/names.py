@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from torch.distributed import ProcessGroup
 
-from .._torch import register_group, unregister_group
+from .._groups import register_group, unregister_group
 
 #: Makes of a name and its group what goes by the name instead.
 Before = Callable[[str, ProcessGroup], Any]

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._torch import coalesce, coalesces, collectives, is_alias, register_work
+from .._groups import coalesce, coalesces, register_work
+from .._torch import collectives, is_alias
 from ..errors import WorldError
 from .failure import guarded
 from .wire import packed

@@ -213,11 +213,11 @@ class Recorder(Around):
         with asked.set(True):
             return self._door.exchange(sent, batch)
 
-    def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
+    def broadcast(self, x: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
         """Record a broadcast."""
-        self._count("broadcast", _size(x), mesh, mesh.root.axes)
+        self._count("broadcast", _size(x), mesh, mesh.sorted_axes(mesh.axes))
         with asked.set(True):
-            return self._door.broadcast(x, mesh)
+            return self._door.broadcast(x, mesh, source)
 
     def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         """Record an exchange of shapes."""

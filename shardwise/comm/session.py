@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from .._torch import job_store, job_timeout
+from .._groups import job_store, job_timeout
 from ..errors import MismatchError
 from .context import caller
 from .failure import has_ended, in_job, this_process

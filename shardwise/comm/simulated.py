@@ -21,8 +21,8 @@ from .._torch import OpOverload, make_wrapper, no_dispatch, no_torch_function, s
 from ..check import a_tensor, flag, integers, optional, several
 from ..errors import MeshError, WorldError
 from ..layout import PerRank
-from ..mesh import Mesh
-from .door import Counts, check_chunks, same_ndim
+from ..mesh import Mesh, index_of
+from .door import Assumed, Counts, Fact, alike, check_chunks, check_pieces
 from .messages import Batch, fits, pairs, refuse, told
 from .wire import combine
 
@@ -315,10 +315,11 @@ class Simulated:
             out[pair.received][pair.receiver] = x.clone(memory_format=torch.contiguous_format)
         return [Bundle(pieces) for pieces in out]
 
-    def broadcast(self, x: Tensor, mesh: Mesh) -> Tensor:
-        """The first piece, copied to every place."""
-        pieces = _pieces(x, mesh)
-        return Bundle(pieces[0].clone(memory_format=torch.contiguous_format) for _ in pieces)
+    def broadcast(self, x: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
+        """The piece of the source, copied to every place of its group."""
+        axes = mesh.sorted_axes(mesh.axes)
+        place = index_of(mesh, (source,) * mesh.ndim, axes)
+        return _by_group(x, mesh, axes, lambda pieces: [pieces[place]] * len(pieces))
 
     def each(self, function: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
         """Call the function once for each place, with that place's arguments."""
@@ -351,8 +352,15 @@ class Simulated:
 
     def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         """The shape of every piece."""
-        pieces = _pieces(x, mesh)
-        return same_ndim(tuple(tuple(piece.shape) for piece in pieces))
+        return alike([Fact.of(piece) for piece in _pieces(x, mesh)], mesh.root)
+
+    def assume(self, x: Tensor, mesh: Mesh, shape: PerRank) -> None:
+        """Look at every piece."""
+        check_pieces(self.shapes(x, mesh), shape, mesh.root)
+
+    def assumed(self, mesh: Mesh) -> list[Assumed]:
+        """Nothing: it is checked when it is assumed."""
+        return []
 
     def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
         """Nothing: all ranks raise with this process."""

@@ -6,14 +6,14 @@ import atexit
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from .._torch import tracing_context
-from ..check import a_device, integer, integers, optional, shown
+from ..check import a_device, a_text, integer, integers, optional, several, shown
 from ..errors import MeshError
 from ..mesh import MOST_RANKS, Mesh, root_meshes
 from .context import Setting
@@ -97,6 +97,12 @@ def init_mesh(
     >>> init_mesh(dp=2, tp=4, slow=("dp",), groups="explicit")
     Mesh(dp=2, tp=4, slow=('dp',), groups='explicit')
     """
+    return _init(axes, device, ranks, slow, groups)
+
+
+def _init(
+    axes: dict[str, int], device: str | None, ranks: Iterable[int] | None, slow: str | Iterable[str], groups: str
+) -> Mesh:
     for axis, length in axes.items():
         integer(length, f"init_mesh: axis {axis}", 1, MOST_RANKS)
     optional(a_device, device, "init_mesh: device")
@@ -119,6 +125,27 @@ def made_meshes() -> tuple[Mesh, ...]:
     True
     """
     return tuple(mesh for mesh in root_meshes() if mesh.world == "processes" or mesh in _asked_for)
+
+
+def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None) -> Mesh:
+    """A mesh, by the name and with the arguments that `torch.distributed` has; axes without names are called dim0, dim1, ….
+
+    >>> init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")), init_device_mesh("cpu", (2,))
+    (Mesh(dp=2, tp=4), Mesh(dim0=2))
+    """
+    shape = integers(mesh_shape, "init_device_mesh: mesh_shape", 1)
+    names = tuple(f"dim{i}" for i in range(len(shape)))
+    if mesh_dim_names is not None:
+        names = several(mesh_dim_names, "init_device_mesh: mesh_dim_names", "a name for each axis")
+    if len(names) != len(shape) or len(set(map(a_text, names, ["init_device_mesh: mesh_dim_names"] * len(names)))) != len(
+        names
+    ):
+        raise MeshError(
+            f"init_device_mesh: each axis has one size (mesh_shape) and one name (mesh_dim_names), and these differ, got "
+            f"{shape} and {names}"
+        )
+    device = a_device(device_type, "init_device_mesh: device_type")
+    return _init(dict(zip(names, shape, strict=True)), device, None, (), "auto")
 
 
 def _find_world(device: str | None, needed: int) -> tuple[str, int]:

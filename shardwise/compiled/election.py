@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from .._torch import job_store
+from .._groups import job_store
 from ..errors import CompileError
 
 #: Seconds between two signs of life of a rank that compiles.

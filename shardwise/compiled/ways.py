@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from ..comm import door, seen
+from ..distribute import distribute
 from ..errors import LayoutError
 from ..factories import Want, made_tensor
-from ..layout import Layout, as_read
+from ..form import as_read
+from ..layout import Layout, make_layout
 from ..mesh import Mesh
-from ..placement import Replicate, Shard
+from ..placement import Replicate
 from ..targets import assumed_layout
-from ..tensor import distribute, of_pieces
+from ..tensor import of_pieces
 
 #: What a traced function of the user's may hold beside torch's own operators.
 WAYS = ("from_local", "distribute", "new")
@@ -33,28 +35,27 @@ def _mesh(text: str) -> Mesh:
 
 torch.library.define(
     "shardwise::from_local",
-    "(Tensor x, str mesh, str placements, SymInt[]? shape, SymInt[]? stride, bool check, str library) -> Tensor",
+    "(Tensor x, str mesh, str placements, SymInt[]? shape, SymInt[]? stride, bool check, str grads, str library) -> Tensor",
 )
 torch.library.define("shardwise::distribute", "(Tensor x, str mesh, str placements, int? source, str library) -> Tensor")
 
 
 def _from_local(  # noqa: PLR0913  as the operator
-    x: Tensor, mesh: str, placements: str, shape: Any, stride: Any, check: bool, library: str
+    x: Tensor, mesh: str, placements: str, shape: Any, stride: Any, check: bool, grads: str, library: str
 ) -> Tensor:
     """`DTensor.from_local` where no rank can be asked for its shape: it is only known when the program runs."""
-    wanted = as_read(placements)
-    if isinstance(wanted, Layout):
-        return of_pieces(x, wanted)
-    if isinstance(wanted, dict):
-        given = wanted
-        wanted = tuple(given.get(axis, Replicate()) for axis in _mesh(mesh).axes)
-    if check and shape is None and any(isinstance(placement, Shard) for placement in wanted):
+    on, wanted = _mesh(mesh), as_read(placements)
+    if wanted is None:
+        wanted = (Replicate(),) * on.ndim
+    if check and shape is None and not isinstance(wanted, Layout):
         raise LayoutError(
-            f"from_local of {list(x.shape)} in a compiled function: the ranks cannot compare the shapes of their pieces there; "
-            "give shape=, or promise with run_check=False that all pieces are equal"
+            f"from_local(run_check=True) of {list(x.shape)} in a compiled function: the ranks cannot compare the shapes of "
+            "their pieces there; give shape=, or leave run_check out where all pieces are equal"
         )
     size, steps = None if shape is None else tuple(shape), None if stride is None else tuple(stride)
-    return of_pieces(x, assumed_layout(x.shape, x.dtype, _mesh(mesh), wanted, size, steps))
+    layout = assumed_layout(x.shape, x.dtype, on, wanted, size, steps)
+    given = as_read(grads)
+    return of_pieces(x, layout, given and make_layout(layout.shape, on, given, layout.dtype, layout.stride))
 
 
 def _distributed(x: Tensor, mesh: str, placements: str, source: int | None, library: str) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import AsyncTensor, collectives, keep_alive
+from .._groups import AsyncTensor
+from .._torch import collectives, keep_alive
 from .._tracer import keep_in_their_part
 from ..check import a_dtype, a_tensor, flag, instance, integer, integers, refuse, several, shown, sizes
 from ..comm import Bundle, PerRank, door, seen

@@ -13,10 +13,11 @@ from .._aoti import open_package, tree_flatten, tree_unflatten, treespec_loads
 from ..check import file_to_read, instance, optional
 from ..comm import door
 from ..comm.debug import heard
+from ..distribute import distribute_tensor
 from ..errors import OperatorError
 from ..layout import Layout
 from ..mesh import Mesh
-from ..tensor import DTensor, distribute_tensor
+from ..tensor import DTensor
 from ..tools import wrap
 from .manifest import Fixed, Manifest, Slot, check_world, read
 

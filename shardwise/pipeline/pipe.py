@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from ..check import a_function, a_module, choice, flag, number, optional, several
 from ..comm import PerRank, door
+from ..distribute import distribute
 from ..errors import PipelineError
 from ..layout import Placements, by_axis
 from ..mesh import Mesh
-from ..tensor import DTensor, distribute
+from ..tensor import DTensor
 from .link import Contract, Link, announce
 from .run import Run, Stage, check_same, is_here, spread, synchronised
 from .schedule import Schedule, forwards, make_schedule

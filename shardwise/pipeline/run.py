@@ -20,11 +20,12 @@ from torch import Tensor
 
 from .._torch import tree_leaves, tree_map_only
 from ..comm import door
+from ..distribute import distribute
 from ..errors import PipelineError
 from ..mesh import Mesh
 from ..p2p import wait
 from ..random import next_key
-from ..tensor import DTensor, distribute, of_pieces
+from ..tensor import DTensor, of_pieces
 from .link import Contract, Link, Message, Wire, announce
 from .schedule import Cell, Schedule
 from .timeline import Span

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from ..distribute import distribute
 from ..errors import PipelineError
 from ..layout import Layout, Placements
 from ..mesh import Mesh
-from ..tensor import DTensor, align_grad, distribute
+from ..tensor import DTensor, align_grad
 
 # ── modules ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 

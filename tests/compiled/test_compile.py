@@ -225,8 +225,13 @@ def test_what_draws_is_the_same_on_every_rank_and_in_the_order_of_the_calls() ->
 def test_pieces_whose_shapes_nobody_can_compare() -> None:
     mesh = sw.init_mesh(tp=2)
     local = sw.Bundle([torch.ones(2), torch.ones(2)])
-    with pytest.raises(Exception, match=r"give shape=, or promise with run_check=False"):
-        torch.compile(lambda x: DTensor.from_local(x, mesh, [Shard(0)]), backend="aot_eager", fullgraph=True)(local)
+    even = torch.compile(lambda x: DTensor.from_local(x, mesh, [Shard(0)]), backend="aot_eager", fullgraph=True)(local)
+    assert torch.equal(even.full_tensor(), torch.ones(4))
+    check = torch.compile(
+        lambda x: DTensor.from_local(x, mesh, [Shard(0)], run_check=True), backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(Exception, match=r"give shape=, or leave run_check out"):
+        check(local)
 
 
 # ── modules and optimizers ────────────────────────────────────────────────────────────────────────────────────────────

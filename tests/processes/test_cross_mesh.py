@@ -207,7 +207,7 @@ def run_reading() -> list[Any]:
         lambda: x[x > 1].shape[0],
         lambda: x.to_local().tolist() if dist.get_rank() != 1 else None,
         lambda: (other * x.to_local().sum()).shape[0],
-        lambda: DTensor.from_local(torch.ones(2), mesh, [Shard(0), Replicate()]).shape[0],
+        lambda: DTensor.from_local(torch.ones(2), mesh, [Shard(0), Replicate()], run_check=True).shape[0],
         lambda: repr(x + 1),
         lambda: repr(x.to_local()) if dist.get_rank() == 0 else None,
         lambda: str(x).splitlines()[1:],

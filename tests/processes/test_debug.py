@@ -176,7 +176,7 @@ def run_sound() -> tuple[list[Any], list[Any], int]:
 def program() -> list[Any]:
     mesh, other = sw.init_mesh(dp=2, tp=2), sw.init_mesh(x=3, ranks=[3, 1, 0])
     x = sw.distribute_tensor(torch.arange(35.0).view(7, 5), mesh, {"dp": Shard(0), "tp": Shard(1)}).requires_grad_()
-    y = sw.DTensor.from_local(torch.ones(dist.get_rank(), 2), mesh, [Shard(0), Shard(0)])
+    y = sw.DTensor.from_local(torch.ones(dist.get_rank(), 2), mesh, [Shard(0), Shard(0)], run_check=True)
     loss = (x.T @ x).relu().sum()
     loss.backward()
     moved = x.detach().redistribute(placements=[Shard(1), Shard(0)]).redistribute(other, [Shard(1)])

@@ -195,7 +195,7 @@ def run_shapes(ndim):
 
 def test_shapes(pool):
     assert pool(4).run(run_shapes, 0) == [(((0, 2), (1, 2), (2, 2), (3, 2)), ((),) * 4)] * 4
-    with pytest.raises(WorldError, match="different numbers of dims") as caught:
+    with pytest.raises(WorldError, match="differ in number of dims: 0 on rank 0") as caught:
         pool(4).run(run_shapes, 1)
     assert "on rank" in caught.value.__notes__[0]
 

@@ -134,7 +134,13 @@ def uses_of_the_peer(source: Source) -> list[int]:
 
 
 def private_torch_names(source: Source) -> list[int]:
-    if source.module in ("shardwise._torch", "shardwise._tracer", "shardwise._aoti", "shardwise.verify.samples"):
+    if source.module in (
+        "shardwise._torch",
+        "shardwise._groups",
+        "shardwise._tracer",
+        "shardwise._aoti",
+        "shardwise.verify.samples",
+    ):
         return []
     return sorted({line for line, n in used_names(source) if PRIVATE.match(n) and not OPERATORS.match(n)})
 

@@ -301,7 +301,7 @@ def test_broadcast_number_shapes_replicate_plain():
     assert_pieces(DOOR.number(PerRank(lambda place: place * 7), MESH), [torch.tensor(place * 7) for place in range(6)])
     uneven = Bundle(torch.ones(place, 2) for place in range(6))
     assert DOOR.shapes(uneven, MESH) == tuple((place, 2) for place in range(6))
-    with pytest.raises(WorldError, match="different numbers of dims"):
+    with pytest.raises(WorldError, match="differ in number of dims: 0 on rank 0"):
         DOOR.shapes(Bundle(torch.ones((1,) * place) for place in range(6)), MESH)
     t = torch.ones(2)
     assert_pieces(DOOR.replicate(t, MESH), [t] * 6)

@@ -243,7 +243,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "pieces that a rank outside would take for others": (
         lambda: DTensor.from_local(sw.Bundle([torch.ones(1), torch.ones(3)]), sw.init_mesh(z=2), [Shard(0)], shape=(4,)),
         LayoutError,
-        r"the pieces make up f32\[4@z\{1,3\}\], but shape=\[4\] was given, which is f32\[4@z\] by these placements",
+        r"nor those of the given shape: \[1\] on rank 0, \[3\] on rank 1; give run_check=True",
     ),
     "relabel of a part": (lambda: sw.relabel(A["a"], (X, [Shard(0)])), MeshError, r"got the part \(a=4\) of \(a=4, b=2\)"),
     "relabel among too few": (

@@ -210,7 +210,8 @@ def test_a_torch_device_mesh_is_a_mesh() -> None:
 
 
 def test_a_view_of_uneven_pieces_that_lie_otherwise_is_severed() -> None:
-    x = DTensor.from_local(sw.Bundle([torch.randn(4, 2).t(), torch.randn(4, 1).t()]), sw.init_mesh(tp=2), [Shard(0)])
+    odd = sw.Bundle([torch.randn(4, 2).t(), torch.randn(4, 1).t()])
+    x = DTensor.from_local(odd, sw.init_mesh(tp=2), [Shard(0)], run_check=True)
     flat = x.view(-1)
     x.add_(1)
     assert torch.equal(flat.full_tensor(), x.full_tensor().view(-1))
@@ -229,7 +230,7 @@ def test_severed_views_cannot_be_written_to() -> None:
 def test_a_local_tensor_that_cannot_be_viewed_is_copied_and_followed() -> None:
     x = values(4, 6)
     odd = sw.Bundle([piece.t().contiguous().t() for piece in x.chunk(2)])  # lies in memory as no global tensor would
-    d = DTensor.from_local(odd, sw.init_mesh(a=2), [Shard(0)])
+    d = DTensor.from_local(odd, sw.init_mesh(a=2), [Shard(0)], stride=(6, 1))
     for _ in range(2):
         flat = d.view(-1)
         d.mul_(2)

@@ -1,0 +1,140 @@
+"""`distribute_tensor`, `distribute_module`: plain tensors, and those of a module, spread over a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .check import a_function, a_module, optional
+from .comm import door
+from .form import written
+from .identity import LIBRARY
+from .keep import watched
+from .layout import Layout, Placements, contiguous_stride, dense_stride, make_layout
+from .mesh import Mesh, chosen
+from .placement import Replicate
+from .redistribute import move
+from .targets import fitting, source_rank
+from .tensor import DTensor, settled
+from .tools import wrap
+
+
+def distribute_tensor(
+    tensor: Tensor,
+    device_mesh: Mesh | Any = None,
+    placements: Placements | Layout | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """A tensor, spread over a mesh: by placements, one per axis, or by axis name (axes not named replicate).
+
+    The values of one rank count, so ranks that differ come to agree: of the one at coordinate `src_data_rank` of every axis.
+    `src_data_rank=None` trusts that they are equal. A leaf gives a leaf; the gradient of another flows back to it.
+
+    >>> import shardwise as sw
+    >>> distribute_tensor(torch.arange(6.0), sw.init_mesh(tp=2), {"tp": sw.Shard(0)})
+    DTensor(f32[6@tp], mesh=(tp=2))
+    """
+    on = chosen(device_mesh)
+    if isinstance(tensor, DTensor):
+        return tensor.redistribute(on, placements)
+    source = source_rank(src_data_rank, on)
+    if torch.compiler.is_compiling():
+        traced: DTensor = torch.ops.shardwise.distribute(tensor, on.write(), written(placements), source, LIBRARY.key())
+        return traced
+    return distribute(tensor, on, placements, source)
+
+
+def distribute(tensor: Tensor, on: Mesh, placements: Any, source: int | None) -> DTensor:
+    """A plain tensor, spread over a mesh."""
+    wanted = [Replicate()] * on.ndim if placements is None else placements
+    if isinstance(wanted, Layout):
+        layout = fitting(wanted, tensor.shape, tensor.dtype, on, "distribute_tensor")
+    else:
+        layout = make_layout(tensor.shape, on, wanted, tensor.dtype, dense_stride(tensor.shape, tensor.stride()))
+    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+        found: DTensor = _Distribute.apply(tensor, layout, source)
+        return found
+    return _distributed(tensor, layout, source).requires_grad_(tensor.requires_grad)
+
+
+def _distributed(tensor: Tensor, layout: Layout, source: int | None) -> DTensor:
+    mesh = layout.mesh
+    world = door(mesh, "distribute_tensor")
+    local = world.each(_own, mesh, world.replicate(tensor.detach(), mesh))
+    if source is not None:
+        local = watched("distribute_tensor", ("broadcast", mesh), local, partial(world.broadcast, local, mesh, source))
+    local = move(local, layout.replicated(), layout)
+    if layout.stride != contiguous_stride(layout.shape):
+        local = world.each(_ordered, mesh, local, layout.stride)
+    found: DTensor = wrap(DTensor, local, layout)
+    return found
+
+
+class _Distribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, layout: Layout, source: int | None) -> DTensor:
+        return _distributed(tensor, layout, source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        return grad.full_tensor(), None, None
+
+
+def _ordered(x: Tensor, like: tuple[int, ...]) -> Tensor:
+    """The tensor with its dims in memory in the order of a stride."""
+    stride = dense_stride(x.shape, like)
+    return x if x.stride() == stride else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _own(x: Tensor) -> Tensor:
+    x = settled(x)
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+# ── modules ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: Mesh | Any = None,
+    partition_fn: Callable[[str, nn.Module, Mesh], None] | None = None,
+    input_fn: Callable[[nn.Module, Any, Mesh], Any] | None = None,
+    output_fn: Callable[[nn.Module, Any, Mesh], Any] | None = None,
+) -> nn.Module:
+    """A module whose parameters and buffers are DTensors, in place: `partition_fn(name, submodule, mesh)` distributes those it
+    wants to, the rest is replicated. `input_fn(module, inputs, mesh)` makes of a call's inputs, `output_fn(module, outputs,
+    mesh)` of its outputs, what is given on.
+
+    >>> import shardwise as sw
+    >>> distribute_module(nn.Linear(4, 2), sw.init_mesh(tp=2)).weight
+    Parameter(f32[2, 4], mesh=(tp=2))
+    """
+    a_module(module, "distribute_module: module")
+    for word, given in (("partition_fn", partition_fn), ("input_fn", input_fn), ("output_fn", output_fn)):
+        optional(a_function, given, f"distribute_module: {word}")
+    mesh = chosen(device_mesh)
+    for name, each in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, each, mesh)
+        _replicate(each, mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda called, inputs: input_fn(called, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda called, inputs, outputs: output_fn(called, outputs, mesh))
+    return module
+
+
+def _replicate(module: nn.Module, mesh: Mesh) -> None:
+    """Replicate the parameters and buffers of one module that are not distributed yet."""
+    for name, held in list(module.named_parameters(recurse=False)):
+        if not isinstance(held, DTensor):
+            whole = distribute_tensor(held.detach(), mesh)
+            module.register_parameter(name, nn.Parameter(whole, requires_grad=held.requires_grad))
+    for name, kept in list(module.named_buffers(recurse=False)):
+        if not isinstance(kept, DTensor):
+            module._buffers[name] = distribute_tensor(kept, mesh)
