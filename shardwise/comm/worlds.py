@@ -7,7 +7,6 @@ import contextlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,10 @@ from .simulated import Simulated
 
 _doors: dict[str, Door] = {"processes": Processes(), "simulated": Simulated()}
 _simulated_ranks: Setting[int] = Setting("simulate", 0)
-_asked_for: WeakSet[Mesh] = WeakSet()
+#: Axes with their sizes.
+Shape = tuple[tuple[str, int], ...]
+#: The worlds and shapes of the meshes that were asked for; not the meshes, which end when nobody holds them.
+_asked_for: set[tuple[str, Shape]] = set()
 
 
 def door(mesh: Mesh, operator: str = "") -> Door:
@@ -114,17 +116,20 @@ def _init(
     _check_fits(axes, chosen, there, world)
     mesh = Mesh(tuple(axes), axes.values(), chosen, device or _default_device(world), world, None, slow, groups)
     door(mesh).ready(mesh)
-    _asked_for.add(mesh)
+    _asked_for.add((world, tuple(mesh.axis_sizes.items())))
     return mesh
 
 
-def made_meshes() -> tuple[Mesh, ...]:
-    """The meshes that the user made so far: of simulated ones, those of `init_mesh`, as the verifier makes some of its own.
+def made_shapes(world: str) -> set[Shape]:
+    """Axes and sizes of the meshes that the user made so far in a world: of simulated ones, those of `init_mesh`, as the
+    verifier makes some of its own.
 
-    >>> init_mesh(rows=3) in made_meshes()
+    >>> mesh = init_mesh(rows=3)
+    >>> (("rows", 3),) in made_shapes(mesh.world)
     True
     """
-    return tuple(mesh for mesh in root_meshes() if mesh.world == "processes" or mesh in _asked_for)
+    alive = {tuple(mesh.axis_sizes.items()) for mesh in root_meshes() if mesh.world == world == "processes"}
+    return alive | {shape for its, shape in _asked_for if its == world}
 
 
 def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None) -> Mesh:

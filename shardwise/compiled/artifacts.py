@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..check import a_path, file_to_read, file_to_write, number, optional
 from ..comm.failure import in_job
-from ..comm.worlds import made_meshes
+from ..comm.worlds import Shape, made_shapes
 from ..errors import CompileError
 from ..identity import VERSION, library_key
 from ..mesh import Mesh
@@ -84,10 +84,10 @@ def _facts() -> dict[str, Any]:
     }
 
 
-def _shapes() -> set[tuple[tuple[str, int], ...]]:
+def _shapes() -> set[Shape]:
     """The shapes of the meshes made so far in the world that a mesh made now would live in."""
     world = "processes" if dist.is_available() and dist.is_initialized() else "simulated"
-    return {tuple(mesh.axis_sizes.items()) for mesh in made_meshes() if mesh.world == world}
+    return made_shapes(world)
 
 
 def _is_told(facts: dict[str, Any]) -> bool:

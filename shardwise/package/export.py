@@ -21,7 +21,7 @@ from ..comm import pretend, seen
 from ..errors import CompileError
 from ..mesh import Mesh
 from ..tensor import DTensor
-from .manifest import Fixed, Manifest, Slot, facts_for, write
+from .manifest import Fixed, Manifest, Slot, checked_nesting, facts_for, write
 from .trace import Traced, in_place, local_of, stand_in, trace
 
 _FIXED = (int, float, bool, str, type(None))
@@ -191,10 +191,9 @@ def _value(name: str, x: Any) -> Slot | Fixed:
 
 def _written_down(structure: Any) -> str:
     try:
-        found: str = treespec_dumps(structure)
-    except NotImplementedError as error:
+        return checked_nesting(treespec_dumps(structure))
+    except (NotImplementedError, ValueError) as error:
         raise CompileError(f"inputs and results are nested in tuples, lists and dictionaries; {error}") from None
-    return found
 
 
 def _result(number: int, x: Any, at: int | None) -> tuple[int | None, Slot | Fixed]:

@@ -14,7 +14,7 @@ from ..check import file_to_read, instance, optional
 from ..comm import door
 from ..comm.debug import heard
 from ..distribute import distribute_tensor
-from ..errors import OperatorError
+from ..errors import CompileError, OperatorError
 from ..layout import Layout
 from ..mesh import Mesh
 from ..tensor import DTensor
@@ -74,10 +74,25 @@ class Package:
         slots, given = (*told.parameters, *told.arguments), (*self._parameters, *values)
         with heard():
             outputs = self._loader.boxed_run([_local(slots[place], given[place]) for place in told.order])
+        self._check_outputs(outputs)
         for place, at in told.writes:
             _held(slots[place], given[place]).copy_(outputs[at])
         results = [value.value if at is None else _wrapped(value, outputs[at]) for at, value in self._manifest.results]
         return tree_unflatten(results, self._gives)
+
+    def _check_outputs(self, outputs: list[Tensor]) -> None:
+        """Refuse what the manifest does not tell of: one that was forged may tell of anything."""
+        told = self._manifest
+        slots = (*told.parameters, *told.arguments)
+        for at, slot in (*told.results, *((at, slots[place]) for place, at in told.writes)):
+            if at is None:
+                continue
+            found = f"gives {len(outputs)}" if at >= len(outputs) else f"gives {outputs[at].dtype} {list(outputs[at].shape)}"
+            if at >= len(outputs) or outputs[at].shape != slot.shape or outputs[at].dtype != slot.dtype:
+                raise OperatorError(
+                    f"the package tells of output {at} as {slot.dtype} {list(slot.shape)}, and its program {found}: what it "
+                    "says of itself belongs to another program; export the model again"
+                )
 
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         values, structure = tree_flatten((args, dict(sorted(kwargs.items()))))
@@ -96,7 +111,7 @@ def load_package(
     """The program that `export` wrote, for this rank; collective: the groups that it communicates in are made here.
 
     Nothing is traced. Refused for another torch, Shardwise, rules, kind of chip, mesh or number of ranks than it was made for.
-    The file holds native code: load only what you trust.
+    A damaged file is refused before anything in it is unpacked. The file holds native code: load only what you trust.
 
     >>> load_package("nothing.pt2")
     Traceback (most recent call last):
@@ -104,10 +119,15 @@ def load_package(
     """
     optional(instance, parameters, (nn.Module, Mapping), "load_package: parameters", "a module or a state dict")
     given = optional(Mesh.from_torch, mesh)
-    manifest = read(file_to_read(path, "load_package: path"))
-    on = check_world(manifest, f"package {str(path)!r}", given)
+    source, manifest = f"package {str(path)!r}", read(file_to_read(path, "load_package: path"))
+    on = check_world(manifest, source, given)
     door(on).ready(on)
-    package = Package(manifest, open_package(os.fspath(path)), on)
+    try:
+        program = open_package(os.fspath(path))
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise CompileError(f"{source} has a program that torch cannot load: {reason}; export the model again") from None
+    package = Package(manifest, program, on)
     return package if parameters is None else package.bind(parameters)
 
 

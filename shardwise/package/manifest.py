@@ -1,24 +1,41 @@
 """Manifest: what a package says of itself, as JSON beside the compiled program: for which torch, Shardwise, job and chip it
 is, and what goes in and comes out. All of it is judged before any native code is loaded.
+
+A package ends with a digest of all its bytes before that. The digest tells damage, and forgery it does not, so everything that
+a manifest says is also checked for its form, its bounds and against the rest of it: what makes no sense is refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import os
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from .._aoti import treespec_loads
 from ..comm.worlds import join
 from ..compiled.parcel import processor
 from ..errors import CompileError
 from ..identity import VERSION, library_key
 from ..layout import Layout
 from ..mesh import Mesh
+from ..placement import KINDS
 
 _FILE = "extra/shardwise.json"
+#: What a package ends with, as the comment of the archive: a digest in hexadecimal digits.
+_SEAL_SIZE = 64
+#: A package for more ranks than this is refused: a mesh is a list of them.
+_MOST_RANKS = 1 << 20
+#: How inputs and results may be nested.
+_NESTS = ("builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
+_PLAIN = (int, float, bool, str, type(None))
+_FACTS = {"torch": str, "version": str, "library": str, "chip": str, "mesh": str, "ranks": int}
 
 
 class Slot(NamedTuple):
@@ -75,7 +92,7 @@ class Manifest(NamedTuple):
 
 
 def write(path: Path, manifest: Manifest) -> None:
-    """Put a manifest into the archive of a compiled program."""
+    """Put a manifest into the archive of a compiled program, and seal the archive."""
     told = {
         **manifest._asdict(),
         "parameters": [_write_value(slot) for slot in manifest.parameters],
@@ -84,35 +101,80 @@ def write(path: Path, manifest: Manifest) -> None:
     }
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr(f"{_root(archive)}/{_FILE}", json.dumps(told))
+    seal(path)
+
+
+def seal(path: Path) -> None:
+    """End an archive with a digest of all that it holds."""
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.comment = b"0" * _SEAL_SIZE
+    with path.open("r+b") as file:
+        found = _digest(file)
+        file.seek(-_SEAL_SIZE, os.SEEK_END)
+        file.write(found)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _digest(file: BinaryIO) -> bytes:
+    """The digest of what stands before the seal."""
+    left = file.seek(0, os.SEEK_END) - _SEAL_SIZE
+    file.seek(0)
+    found = hashlib.blake2b(digest_size=_SEAL_SIZE // 2)
+    while left > 0 and (chunk := file.read(min(left, 1 << 20))):
+        found.update(chunk)
+        left -= len(chunk)
+    return found.hexdigest().encode()
 
 
 def read(path: Path) -> Manifest:
     """The manifest of a package, if that fits here."""
     source = f"package {str(path)!r}"
     try:
-        with zipfile.ZipFile(path) as archive:
-            name = f"{_root(archive)}/{_FILE}"
-            if name not in archive.namelist():
-                raise CompileError(f"{source} is nothing that sw.export wrote; export the model again with this library")
-            damaged = archive.testzip()
-            told = json.loads(archive.read(name)) if damaged is None else None
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
+        told = _opened(path, source)
+    except (FileNotFoundError, CompileError):
+        raise
+    except Exception as error:  # whatever reading an archive that somebody wrote may raise
         raise CompileError(f"{source} is cut short or damaged: {error}; copy or export it again") from None
-    if told is None:
-        raise CompileError(f"{source} is cut short or damaged: {damaged} is not what was written; copy or export it again")
-    _check_makers(told["facts"], source)
-    return Manifest(
-        told["facts"],
-        tuple(_read_slot(value) for value in told["parameters"]),
-        tuple(map(_read_value, told["arguments"])),
-        told["takes"],
-        tuple(told["order"]),
-        tuple((at, _read_value(value)) for at, value in told["results"]),
-        told["gives"],
-        tuple((place, at) for place, at in told["writes"]),
-    )
+    try:
+        facts = _read_facts(told)
+        _check_makers(facts, source)
+        mesh = _read_mesh(facts)
+        _check_device(mesh, source)
+        return _read_manifest(told, mesh)
+    except CompileError:
+        raise
+    except Exception as error:  # as above: numbers, names and texts that nobody has looked at yet
+        raise CompileError(f"{source} says of itself what cannot be: {error}; export the model again") from None
+
+
+def _opened(path: Path, source: str) -> Any:
+    """What a sealed archive says of itself."""
+    with path.open("rb") as file:
+        found = _digest(file)
+        whole = file.read() == found
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        name = f"{_root(archive)}/{_FILE}"
+        if name not in names:
+            raise CompileError(f"{source} is nothing that sw.export wrote; export the model again with this library")
+        if not whole:
+            raise ValueError("its bytes are not those that were written")
+        _check_members(archive)
+        return json.loads(archive.read(name))
+
+
+def _check_members(archive: zipfile.ZipFile) -> None:
+    """Refuse what would be unpacked elsewhere, or to more than it is."""
+    root, names = _root(archive), archive.namelist()
+    for info in archive.infolist():
+        parts = info.filename.split("/")
+        if parts[0] != root or {"", ".", ".."} & set(parts) or "\\" in info.filename or ":" in info.filename:
+            raise ValueError(f"{info.filename!r} in it would leave its folder")
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+            raise ValueError(f"{info.filename!r} in it is compressed")
+    if len(set(names)) != len(names):
+        raise ValueError("two files in it have one name")
 
 
 def _root(archive: zipfile.ZipFile) -> str:
@@ -126,14 +188,144 @@ def _write_value(value: Slot | Fixed) -> dict[str, Any]:
     return {**value._asdict(), "layout": layout, "dtype": str(value.dtype).removeprefix("torch.")}
 
 
-def _read_value(told: dict[str, Any]) -> Any:
-    return Fixed(**told) if "value" in told else _read_slot(told)
+# ── what it may say ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _read_slot(told: dict[str, Any]) -> Slot:
-    layout = None if told["layout"] is None else Layout.read(told["layout"])
-    shape, stride = tuple(told["shape"]), tuple(told["stride"])
-    return Slot(**{**told, "layout": layout, "shape": shape, "stride": stride, "dtype": getattr(torch, told["dtype"])})
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def _keys(told: Any, names: Sequence[str], what: str) -> None:
+    _require(type(told) is dict and set(told) == set(names), f"{what} has other entries than {', '.join(names)}")
+
+
+def _number(value: Any, end: float, what: str) -> int:
+    """An integer from 0 to below an end."""
+    _require(type(value) is int and 0 <= value < end, f"{what} is {value!r}, and is a number from 0 to below {end}")
+    found: int = value
+    return found
+
+
+def _read_facts(told: Any) -> dict[str, Any]:
+    _keys(told, Manifest._fields, "the manifest")
+    facts = told["facts"]
+    _keys(facts, tuple(_FACTS), "what it is for")
+    for name, kind in _FACTS.items():
+        _require(type(facts[name]) is kind, f"{name} is {facts[name]!r}, and is a {kind.__name__}")
+    return dict(facts)
+
+
+def _read_mesh(facts: dict[str, Any]) -> Mesh:
+    """The mesh that a package is for; its ranks are counted before they are listed."""
+    text, ranks = facts["mesh"], _number(facts["ranks"], _MOST_RANKS + 1, "the number of ranks")
+    axes = (text.split(";") + [""] * 3)[2].split(",")
+    size = math.prod(int(axis.rpartition("=")[2]) for axis in axes)
+    _require(0 < size <= ranks, f"a mesh of {size} ranks is in no job of {ranks}")
+    mesh = Mesh.read(text)
+    _require(mesh.text == text and mesh.root is mesh and mesh.world == "processes", f"{text!r} is no mesh of processes")
+    _require(all(0 <= rank < ranks for rank in mesh.ranks), f"{text!r} has ranks that no job of {ranks} has")
+    return mesh
+
+
+def _read_manifest(told: dict[str, Any], mesh: Mesh) -> Manifest:
+    parameters = tuple(_read_slot(value, mesh) for value in told["parameters"])
+    arguments = tuple(_read_value(value, mesh) for value in told["arguments"])
+    known = (*parameters, *arguments)
+    for slot in known:
+        _require(isinstance(slot, Fixed) or _is_dense(slot), f"{slot.name}: its stride has gaps")
+    order = tuple(_number(place, len(known), "an input") for place in told["order"])
+    results = tuple(_read_result(at, value, mesh) for at, value in told["results"])
+    writes = tuple(
+        (_number(place, len(known), "what is written to"), _number(at, math.inf, "output")) for place, at in told["writes"]
+    )
+    taken = [*order, *(place for place, _ in writes)]
+    _require(all(isinstance(known[place], Slot) for place in taken), "an input of the program is no tensor")
+    _require(len(set(order)) == len(order), "an input of the program is given twice")
+    _require(len({slot.name for slot in parameters}) == len(parameters), "two parameters have one name")
+    for text, several in (("takes", arguments), ("gives", results)):
+        found = treespec_loads(checked_nesting(told[text])).num_leaves
+        _require(found == len(several), f"{text!r} nests {found} values, and there are {len(several)}")
+    return Manifest(told["facts"], parameters, arguments, told["takes"], order, results, told["gives"], writes)
+
+
+def checked_nesting(text: str) -> str:
+    """The text of nested tuples, lists and dictionaries, and of nothing else: torch's own reader imports what a text names."""
+    protocol, nest = json.loads(text)
+    _require(protocol == 1, f"values are nested by protocol {protocol!r}")
+    left = [nest]
+    while left:
+        node = left.pop()
+        _keys(node, ("type", "context", "children_spec"), "a nest of values")
+        kind, context, children = node["type"], node["context"], node["children_spec"]
+        if kind is None:
+            _require(context is None and children == [], "a leaf of a nest has leaves")
+            continue
+        keys = json.loads(context)
+        named = type(keys) is list and all(type(key) in _PLAIN for key in keys) and len(keys) == len(children)
+        fits = named if kind in _NESTS[2:] else keys is None
+        _require(kind in _NESTS and fits, f"values are nested in a {kind!r} of {context!r}")
+        left += children
+    return text
+
+
+def _read_result(at: Any, told: Any, mesh: Mesh) -> tuple[int | None, Slot | Fixed]:
+    value = _read_value(told, mesh)
+    _require((at is None) == isinstance(value, Fixed), f"{value.name} is no tensor and an output, or neither")
+    return None if at is None else _number(at, math.inf, "output"), value
+
+
+def _read_value(told: Any, mesh: Mesh) -> Slot | Fixed:
+    if type(told) is dict and "value" in told:
+        _keys(told, Fixed._fields, "a value")
+        _require(type(told["name"]) is str and type(told["value"]) in _PLAIN, f"{told['name']!r} is no number and no text")
+        return Fixed(**told)
+    return _read_slot(told, mesh)
+
+
+def _read_slot(told: Any, mesh: Mesh) -> Slot:
+    _keys(told, Slot._fields, "a tensor")
+    name, dtype = told["name"], getattr(torch, told["dtype"])
+    _require(type(name) is str and isinstance(dtype, torch.dtype), f"{name!r} has no dtype {told['dtype']!r}")
+    shape = tuple(_number(n, math.inf, f"{name}: a size") for n in told["shape"])
+    stride = tuple(_number(n, math.inf, f"{name}: a stride") for n in told["stride"])
+    _require(len(shape) == len(stride), f"{name} has {len(shape)} sizes and {len(stride)} strides")
+    layout, kind = None, torch.device(mesh.device).type
+    _require(told["device"] in ("cpu", kind), f"{name} is on {told['device']!r}, and the mesh on {mesh.device}")
+    if told["layout"] is not None:
+        layout = _read_layout(told["layout"], mesh)
+        fits = layout.local_shape(0) == shape and layout.dtype == dtype and told["device"] == kind
+        _require(fits, f"{name} is {layout}, of which no rank holds {dtype} {list(shape)} on {told['device']}")
+    return Slot(name, layout, shape, stride, dtype, told["device"])
+
+
+def _is_dense(slot: Slot) -> bool:
+    """Whether the elements of a tensor fill its memory: programs are compiled for inputs without gaps."""
+    step = 1
+    for stride, size in sorted(zip(slot.stride, slot.shape, strict=True)):
+        if size > 1 and stride != step and 0 not in slot.shape:
+            return False
+        step *= size
+    return True
+
+
+def _read_layout(text: str, mesh: Mesh) -> Layout:
+    """The layout that a text tells, if there can be such a one on the mesh of a package."""
+    _require(text.startswith(mesh.text), f"{text!r} is on another mesh than {mesh.text!r}")  # or on a sub-mesh of it
+    layout = Layout.read(text)
+    sizes = layout.mesh.axis_sizes
+    axes = [axis for dim in layout.dims for factor in dim for axis in factor.axes] + [axis for axis, _ in layout.partials]
+    _require(len(set(axes)) == len(axes) and set(axes) <= set(sizes), f"{text!r} names an axis twice, or one that is not there")
+    for factor in (factor for dim in layout.dims for factor in dim):
+        parts = math.prod(sizes[axis] for axis in factor.axes)
+        _require(
+            len(factor.sizes) == parts and sum(factor.sizes) == factor.size, f"{text!r}: pieces do not add up to their dim"
+        )
+        _require(min(factor.sizes) >= 0, f"{text!r} has a negative size")
+    _require(all(kind in KINDS for _, kind in layout.partials), f"{text!r} is pending what no Partial is")
+    _require(len(layout.stride) == layout.ndim and min(layout.stride, default=0) >= 0, f"{text!r} has strides of no tensor")
+    _require(isinstance(layout.dtype, torch.dtype) and layout.even and layout.write() == text, f"{text!r} is no layout")
+    return layout
 
 
 # ── what a package is for ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -170,6 +362,11 @@ def _check_makers(facts: dict[str, Any], source: str) -> None:
         )
 
 
+def _check_device(mesh: Mesh, source: str) -> None:
+    if not _is_there(mesh.device):
+        raise CompileError(f"{source} is for the device {mesh.device!r}, and there is none here; export it for another device")
+
+
 def check_world(manifest: Manifest, source: str, given: Mesh | None) -> Mesh:
     """The mesh of a package, if this process is in a job for which it was made."""
     mesh, ranks = Mesh.read(manifest.facts["mesh"]), manifest.facts["ranks"]
@@ -177,8 +374,6 @@ def check_world(manifest: Manifest, source: str, given: Mesh | None) -> Mesh:
         raise CompileError(
             f"{source} is for the mesh {_told(mesh)}, given is {_told(given)}; make such a mesh, or export for this one"
         )
-    if not _is_there(mesh.device):
-        raise CompileError(f"{source} is for the device {mesh.device!r}, and there is none here; export it for another device")
     if manifest.facts["chip"] != _chip(mesh.device):
         raise CompileError(
             f"{source} has kernels for {manifest.facts['chip']}, here is {_chip(mesh.device)}; export it on such a machine"

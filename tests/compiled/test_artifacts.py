@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -66,7 +65,7 @@ def test_refused_for_a_given_mesh(tmp_path: Path) -> None:
 
 def test_refused_before_there_is_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "file", {"meshes": [{"dp": 2}]})
-    monkeypatch.setattr(artifacts, "made_meshes", lambda: ())
+    monkeypatch.setattr(artifacts, "made_shapes", lambda world: set())
     with pytest.raises(CompileError, match=r"there is no mesh here yet; load it after sw\.init_mesh, or pass the mesh"):
         load_artifacts(path)
 
@@ -106,7 +105,7 @@ def test_libraries_stay_in_the_folder(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_importing_and_verifying_make_no_mesh_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The verifier's own meshes are in every process, and would fit every file."""
-    monkeypatch.setattr(worlds, "_asked_for", WeakSet())
+    monkeypatch.setattr(worlds, "_asked_for", set())
     assert artifacts._shapes() == set()
     path = written(tmp_path / "file", {"meshes": [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}]})
     with pytest.raises(CompileError, match="there is no mesh here yet"):
