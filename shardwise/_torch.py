@@ -6,6 +6,7 @@ Supported: torch 2.11 to 2.13. Nothing else touches `torch._*`, but for `_groups
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import importlib
 import operator
@@ -46,6 +47,7 @@ __all__ = [
     "compiler_folder",
     "composite",
     "constant_type",
+    "context_of_backward",
     "decompositions",
     "dispatch_modes",
     "excludes",
@@ -142,6 +144,13 @@ def knows_conjugates() -> Iterator[None]:
 
 #: Whether two tensors share memory, also of those that have none of their own while a program is traced.
 is_alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+
+def context_of_backward() -> contextvars.Context | None:
+    """In a thread in which autograd runs a backward: the context of the thread that asked for it, as torch keeps it. None where
+    there is none."""
+    found = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None
+    return found if isinstance(found, contextvars.Context) else None
 
 
 def storage_of(x: torch.Tensor) -> int:

@@ -20,9 +20,9 @@ from ..layout import DTYPES, PerRank
 from ..mesh import Mesh, group_named
 from .context import caller, callers
 from .door import Around, Counts, Door
-from .listener import Listener, asked, expected
+from .listener import asked, expected
 from .messages import Batch
-from .names import standing_before
+from .names import listening
 from .post import arrived
 from .record import Recorder, Watch, watching
 from .session import Checks, Post, Session
@@ -53,11 +53,11 @@ def debug_mode(timeout: float | None = None, lines: bool = True) -> Iterator[Non
     if now.checks is not None:
         yield  # blocks inside one another are one
         return
-    with contextlib.ExitStack() as listening:
+    with contextlib.ExitStack() as told:
         checks = Checks(
             None if timeout is None else float(timeout),
             lines,
-            lambda session: listening.enter_context(standing_before(functools.partial(_listener, session))),
+            lambda session: told.enter_context(listening(functools.partial(_overheard, session))),
         )
         try:
             checks.session()
@@ -129,14 +129,12 @@ def group_text(mesh: Mesh, axes: tuple[str, ...]) -> str:
 # ── the collectives of programs ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _listener(session: Session, alias: str, group: Any) -> Listener:
-    """What stands before a group, and has its ranks compare what programs ask of it by its name."""
-    return Listener(group, functools.partial(_overheard, session, alias))
-
-
 @contextlib.contextmanager
 def _overheard(session: Session, alias: str, kind: str, tensors: Sequence[Tensor], going: Any, coming: Any) -> Iterator[None]:
-    """Around a collective of a program: before it the ranks of its group compare."""
+    """Around a collective of a program, if this thread is in the block: before it the ranks of its group compare."""
+    if current_session() is not session:
+        yield
+        return
     mesh, axes = group_named(alias)
     ranks = tuple(mesh.ranks[peer] for peer in mesh.peers(mesh.place(session.rank) or 0, axes))
     operator, line = expected()

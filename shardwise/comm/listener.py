@@ -1,14 +1,15 @@
-"""`Listener`: a process group that says what is asked of it, then has another one do it.
+"""`Listener`: a process group that tells whoever listens what is asked of it, then has another one do it.
 
-Stands before the group of a name, so it hears the collectives of every program, compiled ones too. Whatever backend does the
-work, torch asks for collectives in these words.
+Registered under the alias of a group, so it hears the collectives of every program, compiled ones too. Whatever backend does
+the work, torch asks for collectives in these words.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -16,9 +17,9 @@ from torch.distributed import ProcessGroup, Work
 
 from .context import Setting
 
-#: Called with the kind of a collective, its tensors, and how many rows go to and come from each rank if they say so; the
-#: collective runs inside what it gives.
-Tell = Callable[[str, Sequence[Tensor], Any, Any], AbstractContextManager[Any]]
+#: Called with the alias of a group, the kind of a collective, its tensors, and how many rows go to and come from each rank if
+#: they say so; the collective runs inside what it gives.
+Tell = Callable[[str, str, Sequence[Tensor], Any, Any], AbstractContextManager[Any]]
 
 #: Whether this library asks for the communication by its door: whoever watches there has heard of it.
 asked = Setting("asked", False)
@@ -38,14 +39,24 @@ def expected() -> tuple[str, str]:
 
 
 class Listener(ProcessGroup):
-    """A group before another one."""
+    """A group before another one. All who are in `tells` when a collective begins are told, the last one first."""
 
-    def __init__(self, group: ProcessGroup, tell: Tell) -> None:
+    def __init__(self, alias: str, group: ProcessGroup, tells: Sequence[Tell]) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
-        self._group, self._tell = group, tell
+        self._alias, self._tells = alias, tells
+        self._held = weakref.ref(group)  # whoever ends a job ends its groups
+
+    @property
+    def _group(self) -> Any:
+        return self._held()
 
     def _told(self, kind: str, tensors: Sequence[Tensor], going: Any = None, coming: Any = None) -> AbstractContextManager[Any]:
-        return nullcontext() if asked.get() else self._tell(kind, tensors, going, coming)
+        if asked.get():
+            return nullcontext()
+        with ExitStack() as telling:
+            for tell in reversed(tuple(self._tells)):
+                telling.enter_context(tell(self._alias, kind, tensors, going, coming))
+            return telling.pop_all()
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
         """Reduce."""

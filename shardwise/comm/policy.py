@@ -26,7 +26,7 @@ class Policy:
     warned: set[tuple[str, Line]] = field(default_factory=set)
 
 
-policy: Setting[Policy] = Setting("communication", Policy())
+policy: Setting[Policy] = Setting("communication", Policy(), reaches_threads=True)
 
 
 @contextlib.contextmanager

@@ -20,9 +20,9 @@ from ..layout import PerRank
 from ..mesh import Mesh, group_named
 from .context import Setting, caller
 from .door import Around, Counts, Door
-from .listener import Listener, asked, expected
+from .listener import asked, expected
 from .messages import Batch
-from .names import standing_before
+from .names import listening
 from .session import Checks
 from .simulated import Bundle
 
@@ -84,7 +84,7 @@ class Watch(NamedTuple):
 
 
 #: One setting for all, so that a door without any costs one look.
-watching: Setting[Watch | None] = Setting("watching", None)
+watching: Setting[Watch | None] = Setting("watching", None, reaches_threads=True)
 
 
 def logs() -> tuple[Log, ...]:
@@ -104,7 +104,7 @@ def trace_comm() -> Iterator[Log]:
     ({}, 0)
     """
     log, now = Log(), watching.get() or Watch()
-    with watching.set(now._replace(logs=(*now.logs, log))), standing_before(functools.partial(_listener, log)):
+    with watching.set(now._replace(logs=(*now.logs, log))), listening(functools.partial(_overheard, log)):
         yield log
 
 
@@ -142,13 +142,12 @@ RECEIVED: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def _listener(log: Log, alias: str, group: Any) -> Listener:
-    """What stands before a group, and writes down what programs ask of it by its name."""
-    return Listener(group, functools.partial(_overheard, log, alias))
-
-
 @contextlib.contextmanager
 def _overheard(log: Log, alias: str, kind: str, tensors: Sequence[Tensor], going: Any, coming: Any) -> Iterator[None]:
+    """Write down what programs ask of a group by its alias, if this thread is one of the log's."""
+    if not any(one is log for one in logs()):
+        yield
+        return
     name, (mesh, axes) = kind.partition("(")[0], group_named(alias)
     if coming is None:
         received = RECEIVED[name](sum(x.numel() * x.element_size() for x in tensors), _group_size(mesh, axes))
@@ -157,8 +156,7 @@ def _overheard(log: Log, alias: str, kind: str, tensors: Sequence[Tensor], going
         rows = sum(coming) - coming[mesh.peers(place, axes).index(place)]
         received = rows * math.prod(tensors[0].shape[1:]) * tensors[0].element_size()
     operator, line = expected()
-    if any(one is log for one in logs()):  # not what another thread communicates
-        log.records.append(Record(name, axes, received, operator, line or str(caller())))
+    log.records.append(Record(name, axes, received, operator, line or str(caller())))
     yield
 
 

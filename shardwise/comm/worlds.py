@@ -24,7 +24,9 @@ from .record import watching
 from .simulated import Simulated
 
 _doors: dict[str, Door] = {"processes": Processes(), "simulated": Simulated()}
-_simulated_ranks: Setting[int] = Setting("simulate", 0)
+#: The job that programs are traced for in this thread, where it is not there.
+_pretended: Setting[Pretended | None] = Setting("pretend", None)
+_simulated_ranks: Setting[int] = Setting("simulate", 0, reaches_threads=True)
 #: Axes with their sizes.
 Shape = tuple[tuple[str, int], ...]
 #: The worlds and shapes of the meshes that were asked for; not the meshes, which end when nobody holds them.
@@ -38,7 +40,8 @@ def door(mesh: Mesh, operator: str = "") -> Door:
     >>> type(door(mesh)).__name__
     'Simulated'
     """
-    found, watch = _doors[mesh.world], watching.get()
+    watch = watching.get()
+    found = (_pretended.get() if mesh.world == "processes" else None) or _doors[mesh.world]
     if watch is None or tracing_context() is not None:  # tracing communicates nothing
         return found
     return watched_door(found, mesh.world, operator, watch)
@@ -61,17 +64,16 @@ def pretend(mesh: Mesh, rank: int | None = None) -> Iterator[None]:
     """In the block programs are traced for a job with this mesh, which need not be there, as one of its ranks (the first) sees
     it; nothing communicates. Meshes of a simulated world that a program names are those of the job."""
     pretended = Pretended(mesh, mesh.ranks[0] if rank is None else rank)
-    real, _doors["processes"] = _doors["processes"], pretended
     try:
-        yield
+        with _pretended.set(pretended):
+            yield
     finally:
-        _doors["processes"] = real
         pretended.leave()
 
 
 def seen(mesh: Mesh) -> Mesh:
     """A mesh that a program names, in the job for which it is traced, if it is traced for one that is pretended."""
-    if mesh.world != "simulated" or not isinstance(_doors["processes"], Pretended):
+    if mesh.world != "simulated" or _pretended.get() is None:
         return mesh
     return Mesh.read(mesh.text.replace(";simulated;", ";processes;", 1))
 

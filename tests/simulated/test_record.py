@@ -1,6 +1,7 @@
 """What the logs say of communication, what the policy does about it, and which world a mesh lives in."""
 
 import _thread
+import contextlib
 import threading
 import warnings
 
@@ -82,12 +83,28 @@ def test_logs_nest_and_end():
     assert type(door(MESH)).__name__ == "Simulated"
 
 
-def test_a_log_is_of_its_own_thread():
-    with trace_comm() as log:
-        thread = threading.Thread(target=lambda: door(MESH).broadcast(bundle(2), MESH))
+def test_a_log_has_what_threads_communicate_that_have_none_of_their_own():
+    def work(own):
+        with trace_comm() if own else contextlib.nullcontext():
+            door(MESH).broadcast(bundle(2), MESH)
+
+    def in_thread(function, *args):
+        thread = threading.Thread(target=function, args=args)
         thread.start()
         thread.join()
-    assert log.records == []
+
+    with trace_comm() as log:
+        in_thread(work, False)
+    assert log.counts() == {"broadcast": 1}
+    logs = []
+
+    def alone():
+        with trace_comm() as log:
+            in_thread(work, True)
+            logs.append(log)
+
+    in_thread(alone)
+    assert logs[0].records == [], "the thread is not the main one's, nor in a copy of its context"
 
 
 def test_a_thread_of_autograd_writes_into_the_log_of_its_caller():
