@@ -52,6 +52,7 @@ __all__ = [
     "dispatch_modes",
     "excludes",
     "flex_operators",
+    "foreach_type",
     "hint",
     "in_order",
     "inductor_pass",
@@ -163,6 +164,14 @@ no_dispatch: Any = torch._C._DisableTorchDispatch
 
 #: The compiled function under an overload: calling it saves a Python frame.
 raw_call: Any = attrgetter("_op")
+
+
+def foreach_type(cls: type) -> None:
+    """Let optimizers and clipping work on lists of tensors of a class at once: they look for it in tables of their own."""
+    for module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
+        known = importlib.import_module(module)._foreach_supported_types
+        if cls not in known:
+            known.append(cls)
 
 
 def is_batched(x: torch.Tensor) -> bool:

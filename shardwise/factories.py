@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .check import refuse
 from .comm import door
 from .counter import DIGITS, Draw, bounds
-from .errors import OperatorError
+from .errors import MeshError, OperatorError
 from .form import written
 from .identity import LIBRARY
 from .layout import Layout, PerRank, Placements, make_layout
-from .mesh import Mesh
+from .mesh import Mesh, chosen
 from .placement import Replicate
 from .rules.chance import NORMAL, UNIFORM, draw
 from .tensor import DTensor
@@ -29,14 +30,30 @@ class Want(NamedTuple):
     numbers: tuple[Any, ...] = ()
 
 
-def _new(size: Any, mesh: Mesh | Any, placements: Placements | None, dtype: torch.dtype | None, want: Want) -> DTensor:
+class _How(NamedTuple):
+    """The keywords of the functions here: those of torch's, and `mesh`, which is short for `device_mesh`."""
+
+    mesh: Any
+    placements: Any
+    dtype: torch.dtype | None
+    layout: Any = torch.strided
+    requires_grad: bool = False
+    device_mesh: Any = None
+
+
+def _new(size: Any, want: Want, how: _How) -> DTensor:
     shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-    dtype = torch.get_default_dtype() if dtype is None else dtype
+    dtype = torch.get_default_dtype() if how.dtype is None else how.dtype
+    if how.layout is not torch.strided:
+        refuse("layout", "torch.strided, which is how the elements of a DTensor lie (placements say on which rank)", how.layout)
+    if how.mesh is not None and how.device_mesh is not None:
+        raise MeshError("give one of mesh= and device_mesh=, which are the same")
+    mesh = chosen(how.device_mesh if how.mesh is None else how.mesh)
     if torch.compiler.is_compiling():
-        told = (mesh.write(), written(placements), dtype, want.draw, want.numbers, LIBRARY.key())
+        told = (mesh.write(), written(how.placements), dtype, want.draw, want.numbers, LIBRARY.key())
         traced: DTensor = torch.ops.shardwise.new(shape, *told)
-        return traced
-    return made_tensor(shape, Mesh.from_torch(mesh), placements, dtype, want)
+        return traced.requires_grad_(how.requires_grad)
+    return made_tensor(shape, mesh, how.placements, dtype, want).requires_grad_(how.requires_grad)
 
 
 def made_tensor(shape: Sequence[int], mesh: Mesh, placements: Any, dtype: torch.dtype, want: Want) -> DTensor:
@@ -74,7 +91,13 @@ def _order(words: Tensor) -> Tensor:
 
 
 def zeros(
-    *size: Any, mesh: Mesh, placements: Placements | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False
+    *size: Any,
+    mesh: Mesh | Any = None,
+    placements: Placements | None = None,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh | Any = None,
 ) -> DTensor:
     """Zeros. A pending axis is replicated: every rank knows the value.
 
@@ -82,11 +105,17 @@ def zeros(
     >>> zeros(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _new(size, mesh, placements, dtype, Want(numbers=(0,))).requires_grad_(requires_grad)
+    return _new(size, Want(numbers=(0,)), _How(mesh, placements, dtype, layout, requires_grad, device_mesh))
 
 
 def ones(
-    *size: Any, mesh: Mesh, placements: Placements | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False
+    *size: Any,
+    mesh: Mesh | Any = None,
+    placements: Placements | None = None,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh | Any = None,
 ) -> DTensor:
     """Ones.
 
@@ -94,11 +123,19 @@ def ones(
     >>> ones(6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(0)}).sum().item()
     6.0
     """
-    return _new(size, mesh, placements, dtype, Want(numbers=(1,))).requires_grad_(requires_grad)
+    return _new(size, Want(numbers=(1,)), _How(mesh, placements, dtype, layout, requires_grad, device_mesh))
 
 
-def full(
-    size: Any, fill_value: Any, *, mesh: Mesh, placements: Placements | None = None, dtype: torch.dtype | None = None
+def full(  # noqa: PLR0913  torch's keywords
+    size: Any,
+    fill_value: Any,
+    *,
+    mesh: Mesh | Any = None,
+    placements: Placements | None = None,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh | Any = None,
 ) -> DTensor:
     """One value everywhere.
 
@@ -106,11 +143,21 @@ def full(
     >>> full((2, 3), 7.0, mesh=sw.init_mesh(tp=2)).sum().item()
     42.0
     """
-    return _new((size,), mesh, placements, dtype or torch.tensor(fill_value).dtype, Want(numbers=(fill_value,)))
+    return _new(
+        (size,),
+        Want(numbers=(fill_value,)),
+        _How(mesh, placements, dtype or torch.tensor(fill_value).dtype, layout, requires_grad, device_mesh),
+    )
 
 
 def empty(
-    *size: Any, mesh: Mesh, placements: Placements | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False
+    *size: Any,
+    mesh: Mesh | Any = None,
+    placements: Placements | None = None,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh | Any = None,
 ) -> DTensor:
     """Uninitialised memory.
 
@@ -118,11 +165,17 @@ def empty(
     >>> empty(4, mesh=sw.init_mesh(tp=2), dtype=torch.int64)
     DTensor(i64[4], mesh=(tp=2))
     """
-    return _new(size, mesh, placements, dtype, Want()).requires_grad_(requires_grad)
+    return _new(size, Want(), _How(mesh, placements, dtype, layout, requires_grad, device_mesh))
 
 
 def rand(
-    *size: Any, mesh: Mesh, placements: Placements | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False
+    *size: Any,
+    mesh: Mesh | Any = None,
+    placements: Placements | None = None,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh | Any = None,
 ) -> DTensor:
     """Numbers from 0 to 1: the same for a seed on every mesh and in every layout.
 
@@ -130,11 +183,17 @@ def rand(
     >>> rand(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _new(size, mesh, placements, dtype, Want(*UNIFORM)).requires_grad_(requires_grad)
+    return _new(size, Want(*UNIFORM), _How(mesh, placements, dtype, layout, requires_grad, device_mesh))
 
 
 def randn(
-    *size: Any, mesh: Mesh, placements: Placements | None = None, dtype: torch.dtype | None = None, requires_grad: bool = False
+    *size: Any,
+    mesh: Mesh | Any = None,
+    placements: Placements | None = None,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh | Any = None,
 ) -> DTensor:
     """Standard normal numbers: the same for a seed on every mesh and in every layout.
 
@@ -142,11 +201,20 @@ def randn(
     >>> randn(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _new(size, mesh, placements, dtype, Want(*NORMAL)).requires_grad_(requires_grad)
+    return _new(size, Want(*NORMAL), _How(mesh, placements, dtype, layout, requires_grad, device_mesh))
 
 
-def randint(
-    low: int, high: int, size: Any, *, mesh: Mesh, placements: Placements | None = None, dtype: torch.dtype | None = None
+def randint(  # noqa: PLR0913  torch's keywords
+    low: int,
+    high: int,
+    size: Any,
+    *,
+    mesh: Mesh | Any = None,
+    placements: Placements | None = None,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh | Any = None,
 ) -> DTensor:
     """Integers from `low` to less than `high`: the same for a seed on every mesh and in every layout.
 
@@ -154,10 +222,23 @@ def randint(
     >>> randint(3, 4, (2, 6), mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)}).sum().item()
     36
     """
-    return _new((size,), mesh, placements, dtype or torch.int64, Want("integer", (low, high - 1)))
+    return _new(
+        (size,),
+        Want("integer", (low, high - 1)),
+        _How(mesh, placements, dtype or torch.int64, layout, requires_grad, device_mesh),
+    )
 
 
-def randperm(n: int, *, mesh: Mesh, placements: Placements | None = None, dtype: torch.dtype | None = None) -> DTensor:
+def randperm(  # noqa: PLR0913  torch's keywords
+    n: int,
+    *,
+    mesh: Mesh | Any = None,
+    placements: Placements | None = None,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Mesh | Any = None,
+) -> DTensor:
     """The integers from 0 to less than `n` in a random order: the same for a seed on every mesh and in every layout.
 
     >>> import shardwise as sw
@@ -170,4 +251,4 @@ def randperm(n: int, *, mesh: Mesh, placements: Placements | None = None, dtype:
         raise OperatorError(
             f"randperm of {n} integers of {dtype}: n is from 0 to {most + 1}, so that the dtype holds every one"
         )
-    return _new(((n,),), mesh, placements, dtype, Want("permutation"))
+    return _new(((n,),), Want("permutation"), _How(mesh, placements, dtype, layout, requires_grad, device_mesh))

@@ -253,10 +253,15 @@ class Mesh(metaclass=OpaqueBaseMeta):
         """The process groups over each axis that this process is in."""
         return [self.get_group(axis) for axis in self.axes]
 
-    def _axis(self, axis: int | str | None) -> str:
-        if isinstance(axis, int) and not isinstance(axis, bool) and -self.ndim <= axis < self.ndim:
-            return self.axes[axis]
-        return self.named(axis)  # type: ignore[arg-type]
+    def _axis(self, mesh_dim: int | str | None) -> str:
+        """The axis that a name, a position or (of a mesh of one axis) nothing means."""
+        if type(mesh_dim) is int and -self.ndim <= mesh_dim < self.ndim:
+            return self.axes[mesh_dim]
+        if mesh_dim not in self.axes if isinstance(mesh_dim, str) else mesh_dim is not None or self.ndim > 1:
+            raise MeshError(
+                f"mesh_dim: mesh {self} has the axes {', '.join(self.axes)}, or 0 to {self.ndim - 1}; got {shown(mesh_dim)}"
+            )
+        return self.named(mesh_dim)  # type: ignore[arg-type]
 
     def _flatten(self, mesh_dim_name: str | None = None) -> Mesh:
         """`flatten`, by the name and with the arguments that a `DeviceMesh` has."""

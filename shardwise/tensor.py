@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import SymInt, Tensor
 
 from ._groups import AsyncTensor
-from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, base_of, is_batched, no_torch_function
+from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, base_of, foreach_type, is_batched, no_torch_function
 from ._tracer import teach_state_dicts, write_outs
 from .checkpoint import chunk_list, shard_of, write_items
 from .comm import door
@@ -417,6 +417,7 @@ class Severed(DTensor):
 
 
 DTensor.Severed = Severed
+foreach_type(DTensor)
 
 
 def _writes(x: Tensor) -> int:

@@ -358,6 +358,7 @@ NAMED = {
     "factor": "own",
     "point": "own",
     "device_mesh": "mesh",
+    "layout": "own",
     "device_type": "device",
     "mesh_shape": "sizes",
     "mesh_dim_names": "axes None",

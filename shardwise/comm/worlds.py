@@ -141,6 +141,8 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_na
     (Mesh(dp=2, tp=4), Mesh(dim0=2))
     """
     shape = integers(mesh_shape, "init_device_mesh: mesh_shape", 1)
+    for size in shape:
+        integer(size, "init_device_mesh: mesh_shape", 1, MOST_RANKS)
     names = tuple(f"dim{i}" for i in range(len(shape)))
     if mesh_dim_names is not None:
         names = several(mesh_dim_names, "init_device_mesh: mesh_dim_names", "a name for each axis")
