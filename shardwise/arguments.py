@@ -10,6 +10,9 @@ import torch
 from torch import SymInt, Tensor
 
 from ._torch import dispatch_modes, no_modes, probe, quick_call
+from .comm import door
+from .comm.debug import compares, digest
+from .comm.direct import is_eager
 from .errors import MeshError
 from .layout import Layout, contiguous_stride
 from .memo import new_cache
@@ -42,6 +45,8 @@ class Arguments:
         for name, arg in kwargs.items():
             self.key.append(name)
             self._add(cls, self.named, name, arg, name in free, mesh)
+        if compares(mesh):
+            _compare_plain(cls, operator.signature, mesh, by_name(operator.signature, args, kwargs))
 
     def _add(self, cls: Any, holder: Any, at: Any, arg: Any, free: bool, mesh: Mesh) -> None:
         if isinstance(arg, Tensor):
@@ -84,6 +89,15 @@ def _mesh(cls: Any, facts: Signature, args: tuple[Any, ...], kwargs: dict[str, A
 def by_name(facts: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
     """The given arguments with their names."""
     return [*zip(facts.names, args, strict=False), *kwargs.items()]
+
+
+def _compare_plain(cls: Any, facts: Signature, mesh: Mesh, given: list[tuple[str, Any]]) -> None:
+    """Have the ranks compare the values of plain tensors, which are taken for the same on all."""
+    world = door(mesh, facts.name)
+    for name, value in given:
+        for x in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(x, Tensor) and not isinstance(x, cls) and is_eager(x):
+                world.agree(f"plain tensor {name!r} {digest(x)}", mesh, False)
 
 
 def layouts_shown(given: Arguments) -> tuple[list[Any], dict[str, Any]]:

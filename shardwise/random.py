@@ -10,6 +10,9 @@ which no operator of torch reads or writes (`tests/simulated/test_random.py` tri
 are left alone by it; and what saves and restores torch's state saves and restores the count: `torch.get_rng_state`,
 `torch.random.fork_rng`, `torch.utils.checkpoint`, which runs a forward pass a second time and must draw the same numbers.
 
+Ranks that seed torch differently would make replicas differ: at the first call after a seed was set, and at the first one on
+each mesh, the ranks of the mesh compare seed and number, through `agree`; later calls compare nothing.
+
 >>> _ = torch.manual_seed(0); first = next_key()
 >>> _ = torch.manual_seed(0); next_key() == first
 True
@@ -24,9 +27,10 @@ import importlib
 import math
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Generator, Tensor
@@ -37,6 +41,7 @@ from .errors import OperatorError
 from .keep import watched
 from .layout import Factor, Layout, PerRank, contiguous_stride, dense_stride, whole
 from .memo import memo
+from .mesh import Mesh
 
 #: How many bytes the state of a CPU generator has, and where among them `_Count` is.
 SIZE, PLACE = 5056, 5048
@@ -102,22 +107,65 @@ def set_rng_state(state: State) -> None:
     _set_count(*_state(), count)
 
 
-def next_key(generator: Generator | None = None) -> tuple[int, int]:
+#: Called with what the numbers of a call are made of, and whether ranks that have not compared since it was set must do so now.
+Agree = Callable[[str, bool], None]
+
+
+class _Compared:
+    """Which seeds the ranks of each mesh have compared since torch was last seeded, and one that follows from such a seed."""
+
+    def __init__(self) -> None:
+        self.seeds: WeakKeyDictionary[Mesh, set[int]] = WeakKeyDictionary()
+        self.generators: WeakKeyDictionary[Generator, WeakSet[Mesh]] = WeakKeyDictionary()
+        self.derived: int | None = None
+
+
+_compared = _Compared()
+
+
+def reseed(seed: int) -> None:
+    """Seed torch with a number that every rank made of keys, on which the ranks have agreed.
+
+    >>> reseed(7); get_rng_state()
+    State(seed=7, calls=0)
+    """
+    torch.default_generator.manual_seed(seed)
+    _set_count(*_state(), 0)
+    _compared.derived = torch.initial_seed()
+
+
+def next_key(generator: Generator | None = None, mesh: Mesh | None = None, agree: Agree | None = None) -> tuple[int, int]:
     """The keys of one random call; drawn from `generator` where the user gives one. A second run of a block, in which some
-    calls may be left out, has the keys of the first."""
-    return watched("random_key", "key", None, partial(_draw_key, generator))
+    calls may be left out, has the keys of the first. `agree` has the ranks of the mesh compare what they are made of."""
+    return watched("random_key", "key", None, partial(_draw_key, generator, mesh, agree))
 
 
-def _draw_key(generator: Generator | None) -> tuple[int, int]:
+def _draw_key(generator: Generator | None, mesh: Mesh | None, agree: Agree | None) -> tuple[int, int]:
     if generator is not None:
-        drawn = torch.empty(2, dtype=torch.int64, device=generator.device).random_(generator=generator)
-        return tuple(drawn.tolist())
-    with _counting:  # two threads never draw the same numbers
-        state, field = _state()
-        count = field.value if field.valid else 0
-        _set_count(state, field, count + 1)
-    digest = hashlib.blake2b(f"{torch.initial_seed()}:{count}".encode(), digest_size=16).digest()
+        return _key_from(generator, mesh, agree)
+    state, field = _state()
+    count, seed = field.value if field.valid else 0, torch.initial_seed()
+    if agree is not None and mesh is not None:
+        if not field.valid:  # torch was seeded, perhaps with the same number
+            _compared.seeds.clear()
+        known = _compared.seeds.get(mesh, ())
+        agree(f"seed {seed}, random call {count}", seed != _compared.derived and seed not in known)
+        if seed not in known:
+            _compared.seeds.setdefault(mesh, set()).add(seed)
+    _set_count(state, field, count + 1)
+    digest = hashlib.blake2b(f"{seed}:{count}".encode(), digest_size=16).digest()
     first, second = _KEYS.unpack(digest)
+    return first, second
+
+
+def _key_from(generator: Generator, mesh: Mesh | None, agree: Agree | None) -> tuple[int, int]:
+    """Keys from a generator of the user's, of which the ranks compare the first numbers that they draw on a mesh."""
+    drawn = torch.empty(2, dtype=torch.int64, device=generator.device).random_(generator=generator)
+    first, second = drawn.tolist()
+    if agree is not None and mesh is not None:
+        compared = _compared.generators.setdefault(generator, WeakSet())
+        agree(f"a generator with seed {generator.initial_seed()} that draws {first}", mesh not in compared)
+        compared.add(mesh)
     return first, second
 
 
@@ -214,7 +262,7 @@ def triton_kernels() -> Any:
 
 # ── in traced programs ────────────────────────────────────────────────────────────────────────────────────────────────
 
-torch.library.define("shardwise::random_key", "(Tensor? after) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+torch.library.define("shardwise::random_key", "(Tensor? after, str mesh) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 torch.library.define(
     "shardwise::draw",
     "(Tensor key, Tensor[] starts, SymInt[] lengths, SymInt[] strides, SymInt[] shape, ScalarType dtype, Device device, "
@@ -222,11 +270,7 @@ torch.library.define(
 )
 
 
-def _key_now(after: Tensor | None) -> Tensor:
-    return torch.tensor(next_key())
-
-
-def _key_fake(after: Tensor | None) -> Tensor:
+def _key_fake(after: Tensor | None, mesh: str) -> Tensor:
     return torch.empty(2, dtype=torch.int64)
 
 
@@ -240,13 +284,12 @@ def _draw_fake(key: Tensor, starts: Any, lengths: Any, strides: Any, shape: Any,
     return torch.empty(shape, dtype=facts[0], device=facts[1])
 
 
-torch.library.impl("shardwise::random_key", "CompositeExplicitAutograd", _key_now)
 torch.library.register_fake("shardwise::random_key", _key_fake)
 torch.library.impl("shardwise::draw", "CompositeExplicitAutograd", _draw_now)
 torch.library.register_fake("shardwise::draw", _draw_fake)
 
 
-def traced_key(generator: Generator | None = None) -> Tensor:
+def traced_key(mesh: Mesh, generator: Generator | None = None) -> Tensor:
     """The keys of one random call of a traced program, new ones whenever it runs; on the host, where the count is. Each follows
     the one before, so that no compiler puts them into another order."""
     if generator is not None:
@@ -254,7 +297,8 @@ def traced_key(generator: Generator | None = None) -> Tensor:
             "random numbers with a generator in a compiled function: its state would be part of the program; leave it out, and "
             "seed with torch.manual_seed"
         )
-    return in_order(torch.ops.shardwise.random_key)
+    text = mesh.write_root()
+    return in_order(lambda after: torch.ops.shardwise.random_key(after, text))
 
 
 def traced_piece(draw: Draw, layout: Layout, shape: Sequence[int], box: Any, key: Tensor, device: torch.device) -> Tensor:

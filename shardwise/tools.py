@@ -11,16 +11,18 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor
+from torch import Generator, SymInt, Tensor
 
 from ._torch import known, make_wrapper, rebuilt, tracing_context, unseen
-from .comm import door
+from .comm import door, seen
+from .comm.record import watching
 from .comm.trace import mark_specific
 from .errors import OperatorError
 from .form import form_of
 from .layout import Layout, PerRank, SymbolicLayout, contiguous_stride, make_layout
 from .mesh import Mesh
 from .placement import Replicate
+from .random import next_key
 from .redistribute import move
 
 
@@ -79,6 +81,23 @@ def local_on(cls: Any, tensor: Any, mesh: Mesh) -> tuple[Tensor, Layout]:
     return move(tensor._local, layout, inside), inside.replace(mesh=mesh)
 
 
+def key_on(mesh: Mesh, generator: Generator | None = None) -> tuple[int, int]:
+    """The keys of one random call on a mesh, whose ranks compare, when torch was seeded, what these are made of."""
+    return next_key(generator, mesh.root, partial(_agree, mesh.root))
+
+
+def _agree(mesh: Mesh, made_of: str, due: bool) -> None:
+    if due or watching.get() is not None:
+        door(mesh, "random numbers").agree(made_of, mesh, due)
+
+
+def _key_now(after: Tensor | None, mesh: str) -> Tensor:
+    return torch.tensor(key_on(seen(Mesh.read(mesh))))
+
+
+torch.library.impl("shardwise::random_key", "CompositeExplicitAutograd", _key_now)
+
+
 class Tools:
     """What a program, which runs on DTensors in place of one operator, may use beside ordinary torch operators."""
 
@@ -131,6 +150,10 @@ class Tools:
         """Make `x` show the data of another DTensor, and its shape and layout, in place."""
         torch.Tensor.data.__set__(x, value)  # type: ignore[attr-defined]  # the sizes that the wrapper itself shows
         x._local, x._layout = value._local, value._layout
+
+    def key(self, mesh: Mesh, generator: Generator | None = None) -> tuple[int, int]:
+        """The keys of one random call on a mesh."""
+        return key_on(mesh, generator)
 
     def each(self, kernel: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
         """A function of local tensors on every rank; DTensors among the arguments give their locals."""

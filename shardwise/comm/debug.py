@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -41,8 +42,10 @@ def debug_mode(timeout: float | None = None, lines: bool = True) -> Iterator[Non
 
     `timeout` is for how many seconds a rank that lives is waited for: by default, the time-out of the job. `lines=False` lets
     ranks meet from different lines. All ranks of the job enter and leave the block together. Programs that were captured,
-    compiled or loaded from a package are compared too. Not seen are the collectives that the program asks of torch.distributed
-    itself, and the making of groups. In a simulated world there is nothing to compare.
+    compiled or loaded from a package are compared too. So are, outside of these, the values of plain tensors that operators
+    take for replicated, and what random numbers are made of. Not seen are the collectives that the program asks of
+    torch.distributed itself, and the making of groups. A rank that skips one of several communications of the same line and
+    shapes is found when it leaves the block. In a simulated world there is nothing to compare.
 
     >>> with debug_mode(timeout=60):
     ...     pass
@@ -111,6 +114,22 @@ def parcels(messages: Mapping[int, Sequence[Message]]) -> dict[str, list[str]]:
 def shown(shape: Sequence[int], dtype: torch.dtype) -> str:
     """A tensor as `f32[4, 2]`."""
     return f"{DTYPES.get(dtype, str(dtype))}[{', '.join(map(str, shape))}]"
+
+
+def compares(mesh: Mesh) -> bool:
+    """Whether the ranks of a mesh compare what they do, now."""
+    watch = watching.get()
+    return watch is not None and watch.checks is not None and mesh.world == "processes"
+
+
+def digest(x: Tensor) -> str:
+    """A plain tensor as a text that tells its values apart from others.
+
+    >>> digest(torch.ones(2)) == digest(torch.ones(2)), digest(torch.ones(2)) == digest(torch.zeros(2))
+    (True, False)
+    """
+    data = x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    return f"{shown(x.shape, x.dtype)} with digest {hashlib.blake2b(data, digest_size=6).hexdigest()}"
 
 
 def _lines() -> tuple[str, str]:
@@ -262,6 +281,13 @@ class Checker(Around):
         words = (group_text(batch.mesh, batch.axes), "", *_lines(), parcels(going), parcels(coming))
         with _together(self._session, Post("exchange", self._operator, *words), self._ranks(batch.mesh, batch.axes)):
             return self._door.exchange(sent, batch)
+
+    def agree(self, fact: str, mesh: Mesh, due: bool) -> None:
+        """Compare what must be the same on all."""
+        ranks = self._ranks(mesh, mesh.root.axes)
+        if len(ranks) > 1:
+            post = Post("comparison", self._operator, group_text(mesh, mesh.root.axes), "", *_lines(), fact=f"of {fact}")
+            self._session.agree(post, [ranks], self._session.fields)
 
     def broadcast(self, x: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
         """Compare, then broadcast."""

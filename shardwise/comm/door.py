@@ -93,6 +93,10 @@ class Door(Protocol):
     def assumed(self, mesh: Mesh) -> list[Assumed]:
         """What was assumed of this mesh and is not checked yet; from now on it counts as checked."""
 
+    def agree(self, fact: str, mesh: Mesh, due: bool) -> None:
+        """Have the ranks compare something that must be the same on all, and raise on all if it is not; what is not `due`, only
+        in debug mode."""
+
     def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
         """Say that this rank raises an error that may be its own only, so that those that wait for it raise as well; `alone`
         says that it surely is."""
@@ -141,6 +145,10 @@ class Around:
     def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
         """Pass on."""
         return self._door.reseat(x, have, want, shape)
+
+    def agree(self, fact: str, mesh: Mesh, due: bool) -> None:
+        """Pass on."""
+        self._door.agree(fact, mesh, due)
 
     def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
         """Pass on."""

@@ -22,6 +22,7 @@ from ..errors import OperatorError, WorldError
 from ..layout import PerRank
 from ..mesh import Mesh, index_of
 from .absent import Absent, absent, refuse
+from .agree import agree
 from .context import Setting, caller
 from .direct import all_gather as direct_all_gather
 from .direct import all_reduce as direct_all_reduce
@@ -54,6 +55,8 @@ def _finished(x: Tensor) -> Tensor:
     return waited
 
 
+#: What to do where ranks would draw different random numbers.
+_SEEDS = "seed alike on every rank (torch.manual_seed, or the generator that is given), and draw alike"
 #: Shapes travel in a vector of one length, so that ranks that disagree on the number of dims can still say so.
 _MOST_DIMS = 64
 #: Kinds of devices.
@@ -323,9 +326,14 @@ class Processes:
             return Absent(shape.at(0), x.dtype, mesh)
         return self.plain(x)
 
+    def agree(self, fact: str, mesh: Mesh, due: bool) -> None:
+        """Compare through the job's store."""
+        if due and in_job() and self.place(mesh) >= 0 and len(mesh.root.ranks) > 1:
+            agree(fact, mesh.root.ranks, f"random numbers on mesh {mesh.root}", _SEEDS)
+
     def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
         """Tell the ranks of the mesh, unless something is only traced."""
-        if self.place(mesh) >= 0 and current() is None and not dispatch_modes():
+        if in_job() and self.place(mesh) >= 0 and current() is None and not dispatch_modes():
             report(error, where, mesh.root.ranks, alone)
 
     def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:

@@ -42,6 +42,9 @@ class Pretended(Processes):
             )
         return place
 
+    def agree(self, fact: str, mesh: Mesh, due: bool) -> None:
+        """Nothing: there is no one to ask."""
+
     def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
         """Nothing: there is no one to tell."""
 

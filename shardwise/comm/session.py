@@ -65,10 +65,16 @@ class Post(NamedTuple):
     path: str = ""
     send: dict[str, list[str]] = {}  # noqa: RUF012  never written to
     receive: dict[str, list[str]] = {}  # noqa: RUF012
+    fact: str = ""
 
     def __str__(self) -> str:
         words = [self.kind, self.value and f"of {self.value}", self.operator and f"for {self.operator}"]
-        words += [self.group and f"over {self.group}", self.line and f"at {self.line}", self.path]
+        words += [
+            self.group and f"over {self.group}",
+            self.line and f"at {self.line}",
+            self.path,
+            self.fact and f"({self.fact})",
+        ]
         parcels = [f"{' and '.join(messages)} to rank {rank}" for rank, messages in self.send.items()]
         parcels += [f"{' and '.join(messages)} from rank {rank}" for rank, messages in self.receive.items()]
         return " ".join(filter(None, words)) + (": " + ", ".join(parcels) if parcels else "")
@@ -81,6 +87,7 @@ class Post(NamedTuple):
 
 #: What must agree, by the name of the field, and what it is called.
 MUST = {"kind": "the kind", "operator": "the operator", "group": "the group", "value": "shape or dtype", "line": "the line"}
+MUST["fact"] = "values that must be the same on every rank"
 
 
 def difference(posts: dict[int, Post], fields: Iterable[str]) -> str:

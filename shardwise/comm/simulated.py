@@ -362,6 +362,9 @@ class Simulated:
         """Nothing: it is checked when it is assumed."""
         return []
 
+    def agree(self, fact: str, mesh: Mesh, due: bool) -> None:
+        """Nothing: all ranks are this process."""
+
     def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
         """Nothing: all ranks raise with this process."""
 

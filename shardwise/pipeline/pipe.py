@@ -145,7 +145,7 @@ class Pipeline(nn.Module):
 
         with reduced_once(self.own_parameters()), torch.enable_grad():
             run = self._run(split.parts(first), finish)
-            run.through(self.schedule, self._clock())
+            run.through(self.schedule, self._clock(), self.mesh.root)
             total = self._result(run, lambda results: torch.stack(results).sum(), loss)
         self._fill_gradients()
         found: DTensor = total.redistribute(self.mesh.root)
@@ -157,7 +157,7 @@ class Pipeline(nn.Module):
         split = Split(first, self.schedule.microbatches)
         with torch.no_grad():
             run = self._run(split.parts(first), lambda out, _: out)
-            run.through(forwards(len(self.stages), split.microbatches), self._clock())
+            run.through(forwards(len(self.stages), split.microbatches), self._clock(), self.mesh.root)
             return self._result(run, split.join, None)
 
     def _run(self, batches: list[Any], finish: Callable[[Any, int], Any]) -> Run:

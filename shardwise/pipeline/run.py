@@ -24,8 +24,9 @@ from ..distribute import distribute
 from ..errors import PipelineError
 from ..mesh import Mesh
 from ..p2p import wait
-from ..random import next_key
+from ..random import reseed
 from ..tensor import DTensor, of_pieces
+from ..tools import key_on
 from .link import Contract, Link, Message, Wire, announce
 from .schedule import Cell, Schedule
 from .timeline import Span
@@ -74,9 +75,9 @@ class Run:
         self._coming: dict[tuple[str, int, int], list[Tensor]] = {}
         self._sent: deque[list[Tensor]] = deque()
 
-    def through(self, table: Schedule, clock: Callable[[], float]) -> None:
-        """Run the table."""
-        with _seeds() as seed:
+    def through(self, table: Schedule, clock: Callable[[], float], whole: Mesh) -> None:
+        """Run the table; `whole` is the mesh of all stages."""
+        with _seeds(whole) as seed:
             for column in table.columns:
                 for stage, cell in zip(self.stages, column, strict=True):
                     if cell is not None and stage.here:
@@ -225,15 +226,15 @@ def spread(result: Any, contract: Contract, mesh: Mesh) -> Any:
 
 
 @contextlib.contextmanager
-def _seeds() -> Iterator[Callable[[int, int], None]]:
+def _seeds(mesh: Mesh) -> Iterator[Callable[[int, int], None]]:
     """Random numbers that depend on the stage and the microbatch, not on the order of entries or on who runs them; afterwards
     the generator is as if one random call had been made, on every rank."""
-    first, second = next_key()
+    first, second = key_on(mesh)
     after = torch.default_generator.get_state()
 
     def seed(stage: int, microbatch: int) -> None:
         digest = hashlib.blake2b(f"{first}:{second}:{stage}:{microbatch}".encode(), digest_size=7).digest()
-        torch.default_generator.manual_seed(int.from_bytes(digest))
+        reseed(int.from_bytes(digest))
 
     try:
         yield seed

@@ -15,7 +15,7 @@ from ..counter import DIGITS, Draw, recipe
 from ..errors import MeshError, OperatorError
 from ..keep import watched
 from ..layout import Layout, Number, PerRank, whole
-from ..random import box, drop_piece, fill_piece, next_key, piece, sides, traced_key, traced_piece
+from ..random import box, drop_piece, fill_piece, piece, sides, traced_key, traced_piece
 from .table import rule
 
 aten = torch.ops.aten
@@ -34,9 +34,9 @@ def draw(tools: Any, layout: Layout, how: Draw, generator: Generator | None = No
     recipe(how, layout.dtype)  # refuses numbers that are none of the distribution's, before any are drawn
     facts = (layout.mesh, how, layout, PerRank(layout.local_shape))
     if tracing_context() is not None:
-        key = traced_key(generator)
+        key = traced_key(layout.mesh, generator)
         return tools.wrap(tools.each(traced_piece, *facts, _traced_spans(tools, layout), key, layout.device), layout)
-    drawn = next_key(generator)
+    drawn = tools.key(layout.mesh, generator)
     run = partial(tools.each, piece, *facts, box(layout), drawn, layout.device)
     return tools.wrap(watched("shardwise.draw", (how, layout, drawn), None, run), layout)
 
@@ -72,7 +72,7 @@ def _fill_in_place(tools: Any, op: Any, x: Any, *args: Any, generator: Any = Non
     if layout.partials or layout.dtype.is_complex or tracing_context() is not None:
         return x.copy_(draw(tools, layout, how, generator))
     recipe(how, layout.dtype)
-    tools.each(fill_piece, layout.mesh, x, how, box(layout), next_key(generator))
+    tools.each(fill_piece, layout.mesh, x, how, box(layout), tools.key(layout.mesh, generator))
     return x
 
 
@@ -200,7 +200,7 @@ def _dropout(tools: Any, op: Any, x: Any, p: float, train: bool | None = True) -
     if tracing_context() is not None:
         kept = draw(tools, flags, keep)
         return tools.wrap(tools.each(_scaled, layout.mesh, x, kept, scale), layout), kept
-    out, kept = tools.each(drop_piece, layout.mesh, x, scale, keep, box(flags), next_key())
+    out, kept = tools.each(drop_piece, layout.mesh, x, scale, keep, box(flags), tools.key(layout.mesh))
     return tools.wrap(out, layout), tools.wrap(kept, flags)
 
 
@@ -301,7 +301,7 @@ def seeded(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
             f"{tools.operator} in a compiled function: it draws from one seed, which would be the same in every call; call it "
             "outside of compiled functions"
         )
-    seed = next_key(given.pop("generator", None))[0]
+    seed = tools.key(mesh, given.pop("generator", None))[0]
 
     def spread(value: Any) -> Any:
         if isinstance(value, list | tuple):

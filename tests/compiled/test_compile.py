@@ -216,7 +216,7 @@ def test_what_draws_is_the_same_on_every_rank_and_in_the_order_of_the_calls() ->
                 graphs.append(traced_numbers(table))
         assert all(other == graphs[0] for other in graphs)
         forward, backward = graphs[0]
-        keys = re.findall(r"(\w+): \"i64\[2\]\".* = torch.ops.shardwise.random_key.default\((\w+)\)", forward)
+        keys = re.findall(r"(\w+): \"i64\[2\]\".* = torch.ops.shardwise.random_key.default\((\w+), '[^']*'\)", forward)
         assert len(keys) == 2 and keys[0][1] == "None" and keys[1][1] == keys[0][0], forward
         assert "random_key" not in backward
         assert forward.count("torch.ops.shardwise.draw.default(") == (1 if table else 2)
