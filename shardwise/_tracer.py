@@ -425,6 +425,38 @@ _WRITTEN = (
 )
 
 
+# ── what torch does before operators reach tensors of Python classes ──────────────────────────────────────────────────
+
+#: The module that looks through the inputs of branches and loops (`torch.cond` and its like) for what they share.
+TAKES_BRANCHES = "torch._higher_order_ops.utils"
+
+_ATEN = torch.library.Library("aten", "IMPL")
+
+
+def before_taken_apart(op: Any, kernel: Callable[..., Any]) -> None:
+    """Have `kernel(go_on, *args)` called for tensors of Python classes before torch takes an operator apart. It is for those
+    that read values on the way: what is left of them does not tell which values are valid. The key is the first that only
+    such tensors have; no operator has a kernel of its own there."""
+    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        return kernel(functools.partial(op.redispatch, keys & after), *args, **kwargs)
+
+    _ATEN.impl(op, run, "PythonTLSSnapshot", with_keyset=True)
+
+
+def reader(name: str) -> Callable[[Any], Any]:
+    """A method of tensors that gives a number, also inside `torch.tensor([…])`, which keeps operators from tensors of Python
+    classes while it reads its list: it would read memory that they do not have."""
+    read = getattr(torch.Tensor, name)
+
+    def method(self: Any) -> Any:
+        with excludes(torch._C.DispatchKey.Python, False), excludes(torch._C.DispatchKey.PythonTLSSnapshot, False):
+            return read(self)
+
+    return method
+
+
 # ── state dicts ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -443,26 +475,3 @@ def teach_state_dicts(cls: type, gather: Callable[[Any], Any], copy: Callable[[A
         return iterate(value, sharded, distributed, plain if own is None else lambda x, *_: own(x), **words)
 
     module._iterate_state_dict = taught
-
-
-#: Composite operators that, given any tensor subclass, take another way, on which nothing is written to `out=`.
-_LOSE_OUT = ("kron.out", *(f"linalg_matrix_rank.{name}out" for name in ("", "atol_rtol_tensor_", "atol_rtol_float_")))
-_LOSE_OUT += ("linalg_matrix_rank.out_tol_tensor",)
-_composites = torch.library.Library("aten", "IMPL")
-
-
-def write_outs(cls: type) -> None:
-    """Make composite operators write to `out=` where tensors of a class are among their arguments. A composite operator is
-    taken apart before a class is asked; the key that notes a thread's state for subclasses is the only one that comes first."""
-    for name in _LOSE_OUT:
-        _composites.impl(name, functools.partial(_into_out, name, cls), "PythonTLSSnapshot")
-
-
-def _into_out(name: str, cls: type, *args: Any, **kwargs: Any) -> Any:
-    packet, _, overload = name.partition(".")
-    if not any(isinstance(value, cls) for value in (*args, *kwargs.values())):
-        with excludes(torch._C.DispatchKey.PythonTLSSnapshot, True):
-            return getattr(getattr(torch.ops.aten, packet), overload)(*args, **kwargs)
-    out = kwargs.pop("out")
-    value = getattr(torch.ops.aten, packet)(*args, **kwargs)
-    return torch.ops.aten.alias_copy.out(value.to(out.dtype) if torch.can_cast(value.dtype, out.dtype) else value, out=out)

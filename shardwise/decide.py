@@ -117,6 +117,7 @@ class Bound:
     outputs: tuple[tuple[str | None, ...], ...]
     sizes: dict[str, int]
     linear: tuple[tuple[int, ...], ...]
+    joint: tuple[tuple[int, ...], ...]
     passes: tuple[tuple[int, str], ...]
     together: str | None
     whole: frozenset[str]
@@ -157,11 +158,14 @@ def _bind(rule: Rule, call: Call) -> Bound:
     for size in sizes.values():
         work *= hint(size)
     linear, uncut = tuple(_linear_sets(rule, call)), _whole(rule, call)
+    joint = tuple(indices for group in rule.linear if len(group) > 1 and (indices := _tensors(group, call)))
     same = tuple(rule.outputs[min(i, last)].same for i in range(len(outputs)))
     words = rule.passes if isinstance(rule.passes, tuple) else (rule.passes,)
     passes = tuple((i, word) for i, word in zip(call.slots, words, strict=False) if i is not None and word is not None)
     together = rule.together if len(call.tensors) == len(rule.inputs) else None  # none of them is a number
-    return Bound(inputs, outputs, sizes, linear, passes, together, uncut, same, call.tensors[0].dtype.is_floating_point, work)
+    return Bound(
+        inputs, outputs, sizes, linear, joint, passes, together, uncut, same, call.tensors[0].dtype.is_floating_point, work
+    )
 
 
 def _whole(rule: Rule, call: Call) -> frozenset[str]:
@@ -187,9 +191,13 @@ def _linear_sets(rule: Rule, call: Call) -> Iterable[tuple[int, ...]]:
     rounded = rule.rounds and not call.tensors[0].dtype.is_floating_point
     for group in rule.linear if not rounded else ():
         if not any(slot < len(call.slots) and call.slots[slot] is None and arguments[slot] is not None for slot in group):
-            indices = tuple(i for slot in group if slot < len(call.slots) and (i := call.slots[slot]) is not None)
+            indices = _tensors(group, call)
             if indices and additive([*(call.tensors[i].dtype for i in indices), *(r.dtype for r in call.results)]):
                 yield indices
+
+
+def _tensors(group: tuple[int, ...], call: Call) -> tuple[int, ...]:
+    return tuple(i for slot in group if slot < len(call.slots) and (i := call.slots[slot]) is not None)
 
 
 def _needs_program(rule: Rule, bound: Bound, call: Call) -> bool:
@@ -274,11 +282,21 @@ def _cuts(rule: Rule, bound: Bound, letters: Iterable[str | None]) -> Iterable[C
         if label is None or _is_whole(bound, label):
             continue
         kept = [same or label in names for names, same in zip(bound.outputs, bound.same, strict=True)]
-        if not all(kept) and rule.lost is None:
+        if not all(kept) and (rule.lost is None or _repeated(label, bound)):
             continue
         wants = tuple(_want(label, i, bound, all(kept)) for i in range(len(bound.inputs)))
         results = (names.index(label) if label in names else rule.lost for names in bound.outputs)
         yield Candidate(wants, _unless_same(bound, results), label)
+
+
+def _repeated(label: str, bound: Bound) -> bool:
+    """Whether cutting a label would add an argument once for every rank: it is added to others, none of which has the label, or
+    of which it cannot be pending, since dtypes differ."""
+    for group in bound.joint:
+        having = [label in bound.inputs[i] for i in group]
+        if not any(having) or (not all(having) and group not in bound.linear):
+            return True
+    return False
 
 
 def _want(label: str, tensor: int, bound: Bound, kept: bool) -> State:

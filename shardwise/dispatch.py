@@ -210,9 +210,10 @@ def _checked(func: Any, given: Arguments) -> Decision:
     except Exception:
         ask_torch(func, facts, given)
         raise
-    if decision.program is decompose or any(0 in layout.shape for layout in given.layouts):
+    of_floats = all(layout.dtype.is_floating_point for layout in given.layouts)
+    if decision.program is decompose or (decision.program and of_floats) or any(0 in layout.shape for layout in given.layouts):
         ask_torch(func, facts, given)
-    elif (decision.program or decision.kernel) and not all(layout.dtype.is_floating_point for layout in given.layouts):
+    elif (decision.program or decision.kernel) and not of_floats:
         ask_torch(func, facts, given, NotImplementedError)
     return decision
 
@@ -380,7 +381,7 @@ def _check_writes(cls: Any, facts: Signature, args: Any, kwargs: Any) -> None:
 def _refuse_write(facts: Signature, x: Any) -> None:
     raise OperatorError(
         f"{facts.name} writes to {x._layout}, a view that data had to move for, so the write would not reach the tensor it "
-        "is a view of; redistribute that tensor first, or clone the view"
+        "is a view of; redistribute that tensor first, clone the view, or assign (x[i] = x[i] + 1 in place of x[i] += 1)"
     )
 
 

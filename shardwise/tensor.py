@@ -14,7 +14,7 @@ from torch import SymInt, Tensor
 
 from ._groups import AsyncTensor
 from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, base_of, foreach_type, is_batched, no_torch_function
-from ._tracer import teach_state_dicts, write_outs
+from ._tracer import TAKES_BRANCHES, reader, teach_state_dicts
 from .checkpoint import chunk_list, shard_of, write_items
 from .comm import door
 from .comm.trace import current
@@ -29,7 +29,7 @@ from .placement import Placement
 from .plan import plan
 from .redistribute import move, move_later, run
 from .targets import local_layout, target
-from .tools import Tools, as_int, by_dim, maker, with_dims, wrap
+from .tools import Tools, maker, wrap, written_at
 
 
 class DTensor(torch.Tensor):
@@ -196,6 +196,8 @@ class DTensor(torch.Tensor):
         """The global value as Python numbers, on every rank."""
         return self.data.full_tensor().tolist()
 
+    __float__, __index__, __complex__ = map(reader, ("__float__", "__index__", "__complex__"))
+
     def numpy(self, *, force: bool = False) -> Any:
         """The global value as an array, on every rank."""
         return self.full_tensor().numpy(force=force)
@@ -246,15 +248,7 @@ class DTensor(torch.Tensor):
     # ── writing, copying, pickling ────────────────────────────────────────────────────────────────────────────────────
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        # An integer would select from a dim: where that is cut, a slice of one keeps it, and with it a view to write through.
-        several = tuple(map(as_int, index)) if isinstance(index, tuple) else (as_int(index),)
-        if all(i is Ellipsis or type(i) in (int, slice) for i in several) and several.count(Ellipsis) <= 1:
-            full = by_dim(several, self.shape)
-            cut = [dim for dim, i in enumerate(full[: self.ndim]) if type(i) is int and self._layout.axes_of(dim)]
-            if isinstance(value, Tensor) and value.ndim:
-                value = with_dims(value, full, cut)
-            index = tuple(slice(i, i + 1 or None) if dim in cut else i for dim, i in enumerate(full))
-        super().__setitem__(index, value)
+        super().__setitem__(*written_at(self, index, value))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) in memo:
@@ -290,6 +284,11 @@ class DTensor(torch.Tensor):
     # ── compiling ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def __tensor_flatten__(self) -> tuple[list[str], Form]:
+        if sys._getframe(1).f_globals.get("__name__") == TAKES_BRANCHES:
+            raise OperatorError(
+                f"torch.cond and its like on {self._layout}: they trace both branches, which may communicate otherwise; branch "
+                "in Python (`if condition:` reads it, the same on every rank), or compute both and use torch.where"
+            )
         return ["_local"], form_of(self._layout)
 
     @staticmethod
@@ -359,9 +358,6 @@ def _values(x: DTensor) -> str:
     part = f"[{', '.join('+'.join(several) or 'nothing' for several in runs)}]" if runs else "it"
     pending = "".join(f", pending a {kind} over {axis}" for axis, kind in layout.partials)
     return f"rank {mesh.root.ranks[place]} holds {part}{pending}; x.full_tensor() on every rank has the whole:\n{local}"
-
-
-write_outs(DTensor)
 
 
 def _plain_tangent(tangent: Tensor, form: Any, expected_type: Any = None) -> DTensor | None:

@@ -191,6 +191,19 @@ def as_int(index: Any) -> Any:
     return int(index) if is_int else index
 
 
+def written_at(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
+    """`index` and `value` to write to a DTensor. An integer would select from a dim: where that is cut, a slice of one keeps
+    the dim, and with it a view to write through."""
+    several = tuple(map(as_int, index)) if isinstance(index, tuple) else (as_int(index),)
+    if not all(i is Ellipsis or type(i) in (int, slice) for i in several) or several.count(Ellipsis) > 1:
+        return index, value
+    full = by_dim(several, x.shape)
+    cut = [dim for dim, i in enumerate(full[: x.ndim]) if type(i) is int and x._layout.axes_of(dim)]
+    if isinstance(value, Tensor) and value.ndim:
+        value = with_dims(value, full, cut)
+    return tuple(slice(i, i + 1 or None) if dim in cut else i for dim, i in enumerate(full)), value
+
+
 def by_dim(index: tuple[Any, ...], shape: Sequence[int]) -> list[Any]:
     """For each dim what an index of integers, slices and one ellipsis says of it. Integers that are no index of their dim are
     refused: as a slice one would select nothing.

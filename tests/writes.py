@@ -27,7 +27,7 @@ from shardwise.verify.compare import difference
 from shardwise.verify.spread import filled, flat, spread
 
 aten = torch.ops.aten
-MESH = sw.Mesh("a", (2,), range(2), "cpu", "simulated")
+MESH = sw.Mesh(("a",), (2,), range(2), "cpu", "simulated")
 #: Most elements of a recorded call, and how many calls of a form are kept.
 LARGEST, KEPT = 2000, 2
 

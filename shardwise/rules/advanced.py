@@ -214,6 +214,8 @@ def _numbered(x: Tensor, start: Tensor | None) -> Tensor:
 
 
 def _masked_select(tools: Any, op: Any, x: Any, mask: Any) -> Any:
+    if mask.dtype is not torch.bool:
+        raise OperatorError(f"masked_select takes a mask of torch.bool, got {mask.dtype}; compare it first, as in mask != 0")
     shape = torch.broadcast_shapes(x.shape, mask.shape) or (1,)
     return _select(tools, aten.index.Tensor, x.expand(shape), [mask.expand(shape)])
 

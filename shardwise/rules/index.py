@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import decompositions
 from ..layout import Factor, Layout, PerRank, cut
 from .notation import Call, Proposal
 from .piece import Piece, at_least_one, indices, keep, padded
@@ -128,11 +129,16 @@ def _if_sizes_differ(program: Callable[..., Any]) -> Callable[[Call], Proposal |
     return lambda call: Proposal((), (), program=program) if _differ(call) else None
 
 
+def _with_one_index(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    given = _named(op, args, kwargs)
+    return op(**{**given, "index": given["index"].reshape(1)})
+
+
 def _if_without_dims(call: Call) -> Proposal | None:
-    """A tensor without dims is indexed whole: its one row has no dim that could be cut."""
+    """A tensor without dims is indexed whole: its one row has no dim that could be cut. An index without dims is one of one."""
     first, one = call.tensors[0], call.results[0]
     if first.ndim:
-        return None
+        return None if call["index"].ndim else Proposal((), (), program=_with_one_index)
     result = Layout.of(first.mesh, (), (), one.dtype, one.stride)
     return Proposal(tuple(t.replicated() for t in call.tensors), (result,))
 
@@ -168,6 +174,10 @@ _written("index_fill", "...[dim=s], t, v -> ...[dim=s]", whole="t", lost=None)
 
 
 def _put(tools: Any, op: Any, x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+    if index.numel() != source.numel():
+        raise IndexError(
+            f"put: an index of {index.numel()} elements and a source of {source.numel()}; it takes as many of both"
+        )
     line = aten.index_put(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
     return line.reshape(x.shape)
 
@@ -301,6 +311,12 @@ def _strided_scatter(call: Call) -> Proposal:
     return Proposal(wants, (wants[0].replace(stride=one.stride),))
 
 
+def _in_own_dtype(tools: Any, op: Any, x: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    """What torch's decomposition gives, in the dtype of what is written to."""
+    return decompositions[op](x, source.to(x.dtype), *args, **kwargs)
+
+
+rule("select_scatter slice_scatter", program=_in_own_dtype)
 rule("as_strided_scatter", function=_strided_scatter)
 rule("slice_backward", function=_slice_backward)
 rule("diagonal_backward", function=_diagonal_backward)

@@ -66,24 +66,26 @@ def _mean_backward(call: Call, wants: Sequence[Layout], count: Callable[[Sequenc
     return _local_call(call, {"reduction": SUM}, lambda grad: grad / number)
 
 
+def _like_input(arguments: dict[str, Any]) -> list[tuple[Sequence[int], torch.dtype]]:
+    x = arguments["self"]
+    return [(x.shape, x.dtype)]
+
+
 rule(
     "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",
     "..., ..., ..., ... -> ...",
     kernel=_mean,
 )
-rule("mse_loss_backward", "..., ..., ... -> ...", linear=((0,), (1, 2)), kernel=_mean_backward)
+# (torch's own account of their shapes divides by the number of elements.)
+rule("mse_loss_backward", "..., ..., ... -> ...", linear=((0,), (1, 2)), kernel=_mean_backward, gives=_like_input)
 rule(
     "smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward",
     "..., ..., ..., ... -> ...",
     linear=((0,),),
     unoffered="max min: losses are not pending",
     kernel=_mean_backward,
+    gives=_like_input,
 )
-
-
-def _like_input(arguments: dict[str, Any]) -> list[tuple[Sequence[int], torch.dtype]]:
-    x = arguments["self"]
-    return [(x.shape, x.dtype)]
 
 
 def _one_row(call: Call) -> Proposal | None:

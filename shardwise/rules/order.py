@@ -72,6 +72,7 @@ def _searchsorted(call: Call) -> Rule:
 
 
 rule("searchsorted", function=_searchsorted)
+rule("bucketize", program=lambda tools, op, x, boundaries, **words: aten.searchsorted(boundaries, x, **words))
 
 # ── counts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
