@@ -1,7 +1,9 @@
-"""What `torch.distributed.checkpoint` asks of a DTensor: which boxes of the global tensor lie in this process, and where.
+"""What those who store tensors ask of a DTensor. Knows nothing of files.
 
-Reads a local value and its layout, gives torch's own descriptions of chunks. Knows nothing of files: torch writes and reads
-them, each box by one of the ranks that hold it, so a checkpoint can be loaded in any other layout and by any number of ranks.
+`torch.distributed.checkpoint` asks which boxes of the global tensor lie in this process, and where: read from a local value and
+its layout, given as torch's own descriptions of chunks. torch writes and reads the files, each box by one of the ranks that
+hold it, so a checkpoint can be loaded in any other layout and by any number of ranks. A pickle belongs to the rank that made
+it, and those who write a tensor's memory by its address are refused.
 """
 
 from __future__ import annotations
@@ -9,13 +11,14 @@ from __future__ import annotations
 import importlib
 import math
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .comm import door
-from .errors import OperatorError
+from .errors import OperatorError, WorldError
 from .layout import Layout, PerRank
 from .memo import memo
 
@@ -133,3 +136,41 @@ def _chunk(box: Box) -> Any:
 def _modules() -> tuple[Any, Any]:
     """torch's descriptions: imported by whoever stores checkpoints, and a sixth of a second to import for whoever does not."""
     return tuple(importlib.import_module(f"torch.distributed.checkpoint.{name}") for name in ("metadata", "planner"))  # type: ignore[return-value]
+
+
+# ── pickles and addresses ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_place(layout: Layout, place: int) -> None:
+    """Refuse another rank's shard. A rank may take another's place where both hold the same of the tensor."""
+    mesh, job = layout.mesh, dist.is_initialized()
+    if mesh.world == "simulated" or (not job and not layout.states):
+        return
+    if job and max(mesh.ranks) < dist.get_world_size() and _hold_the_same(layout, door(mesh).place(mesh), place):
+        return
+    here = f"rank {dist.get_rank()} of {dist.get_world_size()}" if job else "a process without a job"
+    held = "nothing" if place < 0 else f"what rank {mesh.ranks[place]} held"
+    raise WorldError(
+        f"loading {layout} on the mesh {mesh} of {len(mesh.ranks)} ranks: the file has {held} of it, and this is {here}; load "
+        "it on the rank that saved it, in a job with such a mesh. For other jobs save whole tensors (x.full_tensor() on every "
+        "rank, then torch.save on one), or use torch.distributed.checkpoint, which stores the shards of all ranks"
+    )
+
+
+def _hold_the_same(layout: Layout, own: int, place: int) -> bool:
+    """Whether two places of a mesh hold the same of a tensor: they differ along axes that replicate it at most."""
+    mesh, root = layout.mesh, layout.mesh.root
+    alike = [i for i, axis in enumerate(root.axes) if axis in layout.states or axis not in mesh.axes]
+    points = root.coordinates
+    return own == place or (min(own, place) >= 0 and all(points[own][i] == points[place][i] for i in alike))
+
+
+def refuse_memory(layout: Layout, what: str) -> NoReturn:
+    """Say that a tensor has no memory to be read by its address, as safetensors does."""
+    raise OperatorError(
+        f"{what}: the DTensor {layout} has no memory of its own, its shards lie on {layout.mesh.size()} ranks. To store it "
+        "whole (safetensors, save_pretrained), take x.full_tensor() on every rank and write it on one: save_file({name: "
+        "x.full_tensor()}, path), model.save_pretrained(path, state_dict=whole); to load it, "
+        "model.load_state_dict(load_file(path)). torch.distributed.checkpoint stores the shards of all ranks, and x.to_local() "
+        "is this rank's"
+    )

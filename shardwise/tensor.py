@@ -9,17 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import SymInt, Tensor
 
 from ._groups import AsyncTensor
 from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, base_of, foreach_type, is_batched, no_torch_function
 from ._tracer import TAKES_BRANCHES, reader, teach_state_dicts
-from .checkpoint import chunk_list, shard_of, write_items
+from .checkpoint import check_place, chunk_list, refuse_memory, shard_of, write_items
 from .comm import door
 from .comm.trace import current
 from .dispatch import dispatch
-from .errors import OperatorError, WorldError
+from .errors import OperatorError
 from .form import Form, form_of, written
 from .identity import LIBRARY, library_key
 from .layout import Factor, Layout, PerRank, Placements, dense_stride, make_layout, restore_layout
@@ -269,6 +268,17 @@ class DTensor(torch.Tensor):
         facts = self.requires_grad, getattr(self, "_is_param", False), door(layout.mesh).place(layout.mesh)
         return _rebuild, (self._local.detach(), layout, *facts)
 
+    def untyped_storage(self) -> Any:
+        """Refused: the memory of a DTensor is its ranks'. (torch's own code asks whether two tensors share theirs.)"""
+        asker = sys._getframe(1).f_globals.get("__name__", "")
+        if asker.partition(".")[0] not in ("torch", "shardwise"):
+            refuse_memory(self._layout, "untyped_storage")
+        return super().untyped_storage()
+
+    def storage(self) -> Any:
+        """Refused: the memory of a DTensor is its ranks'."""
+        refuse_memory(self._layout, "storage")
+
     # ── torch.distributed.checkpoint ──────────────────────────────────────────────────────────────────────────────────
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
@@ -427,37 +437,13 @@ def _like(x: Any, requires_grad: bool, parameter: bool) -> Any:
 
 def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, parameter: bool, place: int) -> DTensor:
     """The DTensor that a pickle holds: what the rank at a place of its mesh held of it."""
-    _check_place(layout, place)
+    check_place(layout, place)
     found: DTensor = _like(wrap(DTensor, local, layout), requires_grad, parameter)
     return found
 
 
 torch.serialization.add_safe_globals([_rebuild, restore_layout, Mesh, Factor])
 teach_state_dicts(DTensor, DTensor.full_tensor, lambda x: x.detach().clone())
-
-
-def _check_place(layout: Layout, place: int) -> None:
-    """Refuse another rank's shard. A rank may take another's place where both hold the same of the tensor."""
-    mesh, job = layout.mesh, dist.is_initialized()
-    if mesh.world == "simulated" or (not job and not layout.states):
-        return
-    if job and max(mesh.ranks) < dist.get_world_size() and _hold_the_same(layout, door(mesh).place(mesh), place):
-        return
-    here = f"rank {dist.get_rank()} of {dist.get_world_size()}" if job else "a process without a job"
-    held = "nothing" if place < 0 else f"what rank {mesh.ranks[place]} held"
-    raise WorldError(
-        f"loading {layout} on the mesh {mesh} of {len(mesh.ranks)} ranks: the file has {held} of it, and this is {here}; load "
-        "it on the rank that saved it, in a job with such a mesh. For other jobs save whole tensors (x.full_tensor() on every "
-        "rank, then torch.save on one), or use torch.distributed.checkpoint, which stores the shards of all ranks"
-    )
-
-
-def _hold_the_same(layout: Layout, own: int, place: int) -> bool:
-    """Whether two places of a mesh hold the same of a tensor: they differ along axes that replicate it at most."""
-    mesh, root = layout.mesh, layout.mesh.root
-    alike = [i for i, axis in enumerate(root.axes) if axis in layout.states or axis not in mesh.axes]
-    points = root.coordinates
-    return own == place or (min(own, place) >= 0 and all(points[own][i] == points[place][i] for i in alike))
 
 
 @memo("gradients", limit=4096)

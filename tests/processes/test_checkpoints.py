@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save, save_file, save_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard
-from shardwise.errors import ShardwiseError, WorldError
+from shardwise.errors import OperatorError, ShardwiseError, WorldError
 from shardwise.layout import Layout
 from tests.moves import layouts
 
@@ -207,20 +208,71 @@ def test_a_full_state_dict_fills_a_distributed_model(pool: Any, tmp_path: Path) 
     pool(2).run(refill, tmp_path / "state")
 
 
-def stage(path: Path) -> str:
-    """Stored aside: a copy, on the host, of what the ranks hold; or a refusal, before anything is written."""
+def stage(path: Path, at_once: bool) -> None:
+    """Stored from a copy on the host, which writes that come later do not reach."""
     x = sw.distribute_tensor(values((5, 7)), sw.init_mesh(a=2), [Shard(0)])
-    staged = BlockingAsyncStager().stage({"x": x})
-    x.zero_()
-    dcp.save(staged, checkpoint_id=path)
+    if at_once:
+        staged = BlockingAsyncStager().stage({"x": x})
+        x.zero_()
+        dcp.save(staged, checkpoint_id=path)
+    else:
+        dcp.async_save({"x": x}, checkpoint_id=path).result()
     found = {"x": torch.zeros(5, 7)}
     dcp.load(found, checkpoint_id=path)
     assert torch.equal(found["x"], values((5, 7)))
-    return ""
 
 
-def test_staged_copies_are_whole(pool: Any, tmp_path: Path) -> None:
-    pool(2).run(stage, tmp_path)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_staged_copies_are_whole(at_once: bool, pool: Any, tmp_path: Path) -> None:
+    pool(2).run(stage, tmp_path, at_once)
+
+
+# ── safetensors ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_safely(path: Path) -> list[str]:
+    """How safetensors' functions are refused; then what the refusal names is done."""
+    model, _ = trained()
+    linear, told = model[0], []
+    for call in (
+        lambda: save_file(dict(linear.state_dict()), path),
+        lambda: save(dict(linear.state_dict())),
+        lambda: save_model(linear, str(path)),
+        linear.weight.untyped_storage,
+    ):
+        with pytest.raises(OperatorError) as caught:
+            call()
+        told.append(str(caught.value))
+    whole = {name: x.detach().full_tensor() for name, x in linear.state_dict().items()}
+    if dist.get_rank() == 0:
+        save_file(whole, path)
+    dist.barrier()
+    with torch.no_grad():
+        linear.weight.zero_()
+    linear.load_state_dict(load_file(path))
+    assert torch.equal(linear.weight.detach().full_tensor(), whole["weight"])
+    return told
+
+
+def test_safetensors_is_refused_with_what_to_do(pool: Any, tmp_path: Path) -> None:
+    for told in pool(2).run(write_safely, tmp_path / "file"):
+        assert len(told) == 4
+        assert all("has no memory of its own, its shards lie on 2 ranks. To store it whole" in text for text in told)
+
+
+@pytest.mark.slow
+def test_save_pretrained_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    layer = model.model.layers[0].mlp.up_proj
+    plain = layer.weight.detach()
+    layer.weight = nn.Parameter(sw.distribute_tensor(plain, sw.init_mesh(tp=2), [Shard(0)]))
+    with pytest.raises(OperatorError, match=r"model\.save_pretrained\(path, state_dict=whole\)"):
+        model.save_pretrained(tmp_path)
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=whole)
+    assert torch.equal(transformers.LlamaForCausalLM.from_pretrained(tmp_path).model.layers[0].mlp.up_proj.weight, plain)
 
 
 # ── torch.save ────────────────────────────────────────────────────────────────────────────────────────────────────────
