@@ -1,6 +1,6 @@
 """Shardwise: distributed tensors that mean what one device means."""
 
-from . import composites, flex, p2p, save, windows  # noqa: F401  the first two teach torch, windows adds to rules, when imported
+from . import composites, debug, flex, p2p, save, windows  # noqa: F401  composites and flex teach torch, windows adds rules
 from .comm import Bundle, communication, debug_mode, init_device_mesh, init_mesh, simulate, trace_comm
 from .comm.calibrate import calibrate
 from .compiled import Program, capture, compile, compile_report, load_artifacts, save_artifacts
@@ -73,6 +73,7 @@ __all__ = [
     "communication",
     "compile",
     "compile_report",
+    "debug",
     "debug_mode",
     "distribute_module",
     "distribute_tensor",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from functools import cached_property
@@ -23,6 +24,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ._groups import current_device_mesh, group_over
 from ._torch import OpaqueBaseMeta, constant_type
@@ -167,21 +169,14 @@ class Mesh(metaclass=OpaqueBaseMeta):
     def _size(self) -> int:
         return math.prod(self.shape)
 
-    def size(self, axis: int | str | None = None) -> int:
+    def size(self, mesh_dim: int | str | None = None) -> int:
         """The number of ranks one tensor on this mesh is spread over, or the size of one axis, by name or by position.
 
         >>> mesh = Mesh(("dp", "tp"), (2, 4), range(8), "cpu", "simulated")
         >>> mesh.size(), mesh.size("tp"), mesh.size(0)
         (8, 4, 2)
         """
-        if axis is None:
-            return self._size
-        if isinstance(axis, str):
-            return self.size_of(axis)
-        if isinstance(axis, bool) or not isinstance(axis, int) or not -self.ndim <= axis < self.ndim:
-            allowed = f"one of {', '.join(self.axes)}, or from {-self.ndim} to {self.ndim - 1}"
-            raise MeshError(f"mesh {self}: axis is {allowed}, got {shown(axis)}")
-        return self.shape[axis]
+        return self._size if mesh_dim is None else self.axis_sizes[self._axis(mesh_dim)]
 
     @cached_property
     def ndim(self) -> int:
@@ -233,8 +228,26 @@ class Mesh(metaclass=OpaqueBaseMeta):
             self.here()
         return dist.get_rank() if self.world != "simulated" else self.ranks[0]
 
+    def to_torch(self) -> Any:
+        """A torch `DeviceMesh` of the same axes over the same ranks, for functions of torch that make its own DTensors.
+        Collective over the job: torch makes its groups there."""
+        if self.world == "simulated":
+            raise MeshError(f"mesh {self} is simulated, and torch's meshes are of processes; start it with torchrun")
+        if self.root is not self:
+            return self.root.to_torch()[self.axes]
+        return DeviceMesh(self.device_type, self.mesh, mesh_dim_names=self.axes)
+
+    def _refuse_peer(self, asker: str) -> None:
+        """Refuse to serve code of torch that makes its own DTensors on this mesh: they do not work with any mesh but theirs."""
+        if asker.startswith(("torch.distributed.tensor", "torch.distributed.fsdp")):
+            raise MeshError(
+                f"{asker} makes DTensors of torch's own, which need a DeviceMesh, got {self!r}: give it mesh.to_torch(), or "
+                "shard the module with Shardwise (sw.distribute_module, sw.distribute_tensor for each parameter)"
+            )
+
     def get_coordinate(self) -> tuple[int, ...] | None:
         """The coordinate of this process along this mesh's axes, or None if it does not take part."""
+        self._refuse_peer(sys._getframe(1).f_globals.get("__name__", ""))
         return self.coordinate(self.get_rank())
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
@@ -244,6 +257,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """The process group over one axis that this process is in; collective over that group, if it was not used before."""
+        self._refuse_peer(sys._getframe(1).f_globals.get("__name__", ""))
         axis = self._axis(mesh_dim)
         if self.world == "simulated":
             raise MeshError(f"mesh {self} is simulated: there is no process group over axis {axis!r}; start it with torchrun")

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -62,6 +65,38 @@ def test_a_mesh_answers_as_a_device_mesh(pool: Any) -> None:
     assert all(text == texts[0] for text in texts)
     assert "no mesh is given and none is current" in texts[0][0]
     assert "mesh_dim: mesh (dp=2, tp=2) has the axes dp, tp, or 0 to 1; got 'pp'" in texts[0][1] and "got None" in texts[0][2]
+
+
+def trained(model: nn.Module) -> list[float]:
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        loss = model(torch.ones(3, 4)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def torchs_own() -> list[Any]:
+    mesh = sw.init_mesh(tp=2)
+    make = lambda: (torch.manual_seed(0), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)))[1]  # noqa: E731
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    texts = [
+        refused(lambda: fully_shard(make(), mesh=mesh)),
+        refused(lambda: parallelize_module(make(), mesh, plan)),
+    ]
+    assert mesh == mesh.to_torch() and sw.Mesh.from_torch(mesh.to_torch()) is mesh
+    want = trained(make())
+    for got in (fully_shard(make(), mesh=mesh.to_torch()), parallelize_module(make(), mesh.to_torch(), plan)):
+        torch.testing.assert_close(trained(got), want)
+    return texts
+
+
+def test_functions_that_make_torchs_own_tensors_are_told_what_to_take(pool: Any) -> None:
+    texts = pool(2).run(torchs_own)
+    assert texts[0] == texts[1]
+    assert all("give it mesh.to_torch(), or shard the module with Shardwise" in text for text in texts[0]), texts[0]
 
 
 # ── distribute_tensor ──
