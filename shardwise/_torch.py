@@ -13,7 +13,8 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch._decomp  # the table of decompositions is filled on import
@@ -23,15 +24,20 @@ import torch.distributed._functional_collectives  # gives the collective operato
 from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._opaque_base import OpaqueBaseMeta
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
+
+from .errors import OperatorError
 
 __all__ = [
     "HAS_KEYS",
     "LOOKS_FOR_VIEWS",
     "READS_ATTRIBUTES",
+    "Function",
     "HigherOrderOperator",
+    "NotTraced",
     "OpOverload",
     "OpOverloadPacket",
     "OpaqueBaseMeta",
@@ -120,13 +126,39 @@ keeps_graph: Any = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 _frames: Any = torch._C._dynamo.eval_frame
+_What = TypeVar("_What")
 
 
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that Dynamo leaves alone, with all that it calls; `torch.compiler.disable` takes microseconds of each call."""
+def untraced(what: _What) -> _What:
+    """A function, or a class with its methods, that Dynamo never compiles by itself, nor what it calls: where torch calls it,
+    or code that runs uncompiled (a loop with a graph break, say). Inlined into a traced function it is traced as any other.
+    `torch.compiler.disable` takes microseconds of each call."""
     skip = _frames._FrameAction.SKIP
-    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
-    return function
+    for function in [what] if isinstance(what, FunctionType) else _functions(what):
+        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    return what
+
+
+def _functions(cls: Any) -> list[Any]:
+    """The functions that a class is written with: methods of all kinds, and those of its properties."""
+    parts = [(value, *(getattr(value, name, None) for name in ("__func__", "fget", "fset"))) for value in vars(cls).values()]
+    return [part for several in parts for part in several if isinstance(part, FunctionType)]
+
+
+class NotTraced(OperatorError, UnsupportedOperatorException):
+    """What cannot be a part of a traced program. Dynamo breaks the graph there; where it may not, it shows the text, which it
+    takes for the operator's name."""
+
+    def __init__(self, text: str) -> None:
+        RuntimeError.__init__(self, text)
+        self.func: Any = text
+
+
+class Function(torch.autograd.Function):
+    """An autograd function whose forward and backward Dynamo leaves alone where autograd calls them."""
+
+    def __init_subclass__(cls) -> None:
+        untraced(cls)
 
 
 def alias(x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import SymInt, Tensor
 
-from ._torch import dispatch_modes, no_dispatch, no_modes, raw_call, rebuilt
+from ._torch import dispatch_modes, no_dispatch, no_modes, raw_call, rebuilt, untraced
 from .arguments import WHOLE, Arguments, ask_torch, bind, by_name, check_outs, quickest
 from .comm import door
 from .decide import Decision, decide
@@ -71,6 +71,7 @@ def forget() -> None:
     signature.cache_clear()
 
 
+@untraced
 def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: C901, PLR0912, PLR0915  one frame
     """Run an operator on DTensors (and what stands beside them)."""
     operator = _operators.get(id(func)) or _operator(func)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._torch import Function
 from .check import a_function, a_module, optional
 from .comm import door
 from .form import written
@@ -75,7 +76,7 @@ def _distributed(tensor: Tensor, layout: Layout, source: int | None) -> DTensor:
     return found
 
 
-class _Distribute(torch.autograd.Function):
+class _Distribute(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, layout: Layout, source: int | None) -> DTensor:
         return _distributed(tensor, layout, source)

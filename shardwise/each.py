@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._torch import Function
 from .check import a_function, refuse
 from .comm import Bundle
 
@@ -46,7 +47,7 @@ class _Places:
         return tuple(several)
 
 
-class _Each(torch.autograd.Function):
+class _Each(Function):
     @staticmethod
     def forward(ctx: Any, run: _Places, *args: Any) -> tuple[Tensor, ...]:
         ctx.needed = [isinstance(x, Tensor) and x.requires_grad for x in args]

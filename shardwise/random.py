@@ -35,7 +35,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Generator, Tensor
 
-from ._torch import in_order, is_decomposing
+from ._torch import NotTraced, in_order, is_decomposing
 from .counter import Draw, Spans, bits, fill, index, recipe, values
 from .errors import OperatorError
 from .keep import watched
@@ -293,7 +293,7 @@ def traced_key(mesh: Mesh, generator: Generator | None = None) -> Tensor:
     """The keys of one random call of a traced program, new ones whenever it runs; on the host, where the count is. Each follows
     the one before, so that no compiler puts them into another order."""
     if generator is not None:
-        raise OperatorError(
+        raise NotTraced(
             "random numbers with a generator in a compiled function: its state would be part of the program; leave it out, and "
             "seed with torch.manual_seed"
         )

@@ -12,7 +12,7 @@ import torch
 from torch import SymInt, Tensor
 
 from ._groups import AsyncTensor
-from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, base_of, foreach_type, is_batched, no_torch_function
+from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, Function, base_of, foreach_type, is_batched, no_torch_function, untraced
 from ._tracer import TAKES_BRANCHES, reader, teach_state_dicts
 from .checkpoint import check_place, chunk_list, refuse_memory, shard_of, write_items
 from .comm import door
@@ -31,6 +31,7 @@ from .targets import local_layout, target
 from .tools import Tools, maker, wrap, written_at
 
 
+@untraced
 class DTensor(torch.Tensor):
     """A tensor that is spread over the ranks of a mesh, and means what the whole tensor means on one device.
 
@@ -232,10 +233,9 @@ class DTensor(torch.Tensor):
             self._aligned = self.register_hook(functools.partial(align_grad, layout=self._layout.reduced()))
 
     @property
-    def data(self) -> DTensor:
+    def data(self) -> Any:
         """The tensor without its history."""
-        found: Any = self.detach()
-        return found
+        return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -249,10 +249,9 @@ class DTensor(torch.Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         super().__setitem__(*written_at(self, index, value))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+    def __deepcopy__(self, memo: dict[int, DTensor]) -> DTensor:
         if id(self) in memo:
-            found: DTensor = memo[id(self)]
-            return found
+            return memo[id(self)]
         if not self.is_leaf:
             raise OperatorError("only a leaf DTensor can be deep-copied; call .detach() first")
         with torch.no_grad():
@@ -370,13 +369,12 @@ def _values(x: DTensor) -> str:
     return f"rank {mesh.root.ranks[place]} holds {part}{pending}; x.full_tensor() on every rank has the whole:\n{local}"
 
 
-def _plain_tangent(tangent: Tensor, form: Any, expected_type: Any = None) -> DTensor | None:
+def _plain_tangent(tangent: Tensor, form: Any, expected_type: Any = None) -> Any:
     """What stands for the gradient of a result that nothing was done with: zeros, as an ordinary tensor of the global shape."""
     if expected_type is None or not issubclass(expected_type, DTensor) or not isinstance(form, Form):
         return None
     layout = form.layout(tangent.shape, tangent.dtype)
-    made: DTensor = Tools(DTensor).distribute(tangent, layout)
-    return made
+    return Tools(DTensor).distribute(tangent, layout)
 
 
 # A compiled backward asks what it gets for it, and autograd gives an ordinary tensor there.
@@ -392,6 +390,7 @@ def _made(form: Form, size: tuple[int, ...], dtype: torch.dtype, stride: tuple[i
     return maker(DTensor, layout), layout
 
 
+@untraced
 class Severed(DTensor):
     """A view on one device that is a copy here, since data had to move. It cannot be written to, and it is made anew when it is
     read after a write to what it is a view of."""
@@ -435,6 +434,7 @@ def _like(x: Any, requires_grad: bool, parameter: bool) -> Any:
     return torch.nn.Parameter(x, requires_grad) if parameter else x.requires_grad_(requires_grad)
 
 
+@untraced
 def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, parameter: bool, place: int) -> DTensor:
     """The DTensor that a pickle holds: what the rank at a place of its mesh held of it."""
     check_place(layout, place)
@@ -451,6 +451,7 @@ def _as_cut(grad: Layout, layout: Layout) -> Layout:
     return layout.replace(stride=grad.stride, dtype=grad.dtype)
 
 
+@untraced
 def align_grad(grad: Any, layout: Layout) -> Any:
     """A gradient in the layout of what it is the gradient of."""
     if grad is None:  # no gradient flows
@@ -488,7 +489,7 @@ def _redistributed(x: DTensor, wanted: Layout, how: How) -> DTensor:
     return found
 
 
-class _Redistribute(torch.autograd.Function):
+class _Redistribute(Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, target: Layout, how: How) -> DTensor:
         ctx.layout, ctx.how = x._layout.reduced(), how
@@ -499,7 +500,7 @@ class _Redistribute(torch.autograd.Function):
         return align_grad(grad.to(ctx.how.backward), ctx.layout).to(ctx.layout.dtype), None, None
 
 
-class _FromLocal(torch.autograd.Function):
+class _FromLocal(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, grad_layout: Layout | None) -> DTensor:
         mine = settled(local.detach())
@@ -522,7 +523,7 @@ class _FromLocal(torch.autograd.Function):
         return grad.to_local() if ctx.left_out is None else torch.zeros_like(ctx.left_out), None, None
 
 
-class _ToLocal(torch.autograd.Function):
+class _ToLocal(Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, layout: Layout) -> Tensor:
         ctx.layout = layout
@@ -542,7 +543,7 @@ def _fitting(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
     return grad.contiguous()  # not one element for all, as of a sum: a leaf keeps what it is given, and adds to it
 
 
-class _ToPlain(torch.autograd.Function):
+class _ToPlain(Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, grad_placements: Any) -> Tensor:
         ctx.layout = x._layout
@@ -552,6 +553,8 @@ class _ToPlain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        if isinstance(grad, DTensor):  # the plain tensor met a DTensor
+            return align_grad(grad, ctx.layout.reduced()), None
         # not one element for all, as of a sum: a leaf keeps what it is given, and adds to it
         local = door(ctx.layout.mesh).replicate(grad.contiguous(), ctx.layout.mesh)
         return of_pieces(local, ctx.layout), None

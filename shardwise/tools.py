@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Generator, SymInt, Tensor
 
-from ._torch import known, make_wrapper, rebuilt, tracing_context, unseen
+from ._torch import known, make_wrapper, rebuilt, tracing_context, unseen, untraced
 from .comm import door, seen
 from .comm.record import watching
 from .comm.trace import mark_specific
@@ -26,6 +26,7 @@ from .random import next_key
 from .redistribute import move
 
 
+@untraced
 def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:
     """A DTensor around a local value."""
     if isinstance(layout, SymbolicLayout):

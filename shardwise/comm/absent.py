@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import make_wrapper, no_torch_function, schema
+from .._torch import make_wrapper, no_torch_function, schema, untraced
 from ..errors import MeshError
 from ..layout import Layout
 from ..mesh import Mesh
@@ -45,6 +45,7 @@ def _on_shapes(
     return outputs(func, absent(outs, mesh), args, kwargs)
 
 
+@untraced
 class Absent(torch.Tensor):
     """A tensor without data, on the device of a mesh that this rank is not in.
 

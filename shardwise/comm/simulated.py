@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import OpOverload, make_wrapper, no_dispatch, no_torch_function, schema, storage_of
+from .._torch import OpOverload, make_wrapper, no_dispatch, no_torch_function, schema, storage_of, untraced
 from ..check import a_tensor, flag, integers, optional, several
 from ..errors import MeshError, WorldError
 from ..layout import PerRank
@@ -49,6 +49,7 @@ def stands_back(cls: type, types: Sequence[type]) -> bool:
     return any(kind is not cls and hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
+@untraced
 class Bundle(torch.Tensor):
     """One tensor per place of a simulated mesh; every operator runs on each. Its shape is that of the first piece.
 

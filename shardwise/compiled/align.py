@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from .._torch import Function
 from ..tensor import DTensor, align_grad
 
 
@@ -41,7 +42,7 @@ def _apart(gm: GraphModule) -> set[Node]:
     return {nodes[i] for i in asking} | set(nodes[asking[-1] :]) if asking else set()
 
 
-class _Aligned(torch.autograd.Function):
+class _Aligned(Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> Tensor:
         ctx.layout = x._layout.reduced()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._groups import AsyncTensor
-from .._torch import collectives, keep_alive
+from .._torch import Function, collectives, keep_alive
 from .._tracer import keep_in_their_part
 from ..check import a_dtype, a_tensor, flag, instance, integer, integers, refuse, several, shown, sizes
 from ..comm import Bundle, PerRank, door, seen
@@ -281,7 +281,7 @@ def exchange(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
     return run(sent, told)
 
 
-class _Batch(torch.autograd.Function):
+class _Batch(Function):
     @staticmethod
     def forward(ctx: Any, told: Batch, *sent: Tensor) -> tuple[Tensor, ...]:
         ctx.told, ctx.like = told, [like(x) for x in sent]
@@ -342,7 +342,7 @@ def run(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
     return [AsyncTensor(out) if type(out) is Tensor else out for out in world.exchange(sent, told)]
 
 
-class _Settled(torch.autograd.Function):
+class _Settled(Function):
     """A tensor that has arrived, in place of one that may be on its way."""
 
     @staticmethod

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._torch import Function
 from ..check import a_tensor, flag, integer
 from ..comm import door, seen
 from ..comm.messages import Batch
@@ -76,7 +77,7 @@ def _halo(x: Tensor, how: _Halo) -> Tensor:
     return _forward(x, how)
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: _Halo) -> Tensor:
         ctx.how = how

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import collectives, keep_alive
+from .._torch import Function, collectives, keep_alive
 from .._tracer import keep_in_their_part
 from ..check import a_tensor, integers, optional, refuse, several
 from ..comm import Bundle, PerRank, door, seen
@@ -128,7 +128,7 @@ def _swap(x: Tensor, how: _Counts) -> Tensor:
     return _run(x, how)
 
 
-class _Swap(torch.autograd.Function):
+class _Swap(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: _Counts) -> Tensor:
         ctx.how = how

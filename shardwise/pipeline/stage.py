@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from .._torch import tree_flatten, tree_leaves, tree_map_only, tree_unflatten, untraced
 from ..distribute import distribute
 from ..errors import PipelineError
 from ..layout import Layout, Placements
@@ -163,5 +163,6 @@ def _replace_hook(p: Any) -> Callable[[], None]:
     return restore
 
 
+@untraced
 def _unless_larger(grad: Any, layout: Layout) -> Any:
     return grad if isinstance(grad, DTensor) and grad.layout.nbytes <= layout.nbytes else align_grad(grad, layout)

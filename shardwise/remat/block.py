@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._torch import keeps_graph, tree_flatten, tree_unflatten
+from .._torch import Function, keeps_graph, tree_flatten, tree_unflatten
 from ..errors import RematError
 from ..save import Policy
 from ..tensor import DTensor
@@ -47,7 +47,7 @@ class _Outside(NamedTuple):
     version: int
 
 
-class _Inputs(torch.autograd.Function):
+class _Inputs(Function):
     """Saves tensors as autograd does: if a block outside this one saves its tensors in its own way, also these."""
 
     @staticmethod

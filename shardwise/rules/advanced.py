@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import tracing_context
+from .._torch import NotTraced, tracing_context
 from ..errors import OperatorError
 from ..layout import Factor, Layout, cut, whole
 from ..mesh import Mesh
@@ -155,7 +155,7 @@ def _index_put(call: Call) -> Rule | Proposal:
 def _cut_alike(tools: Any, mesh: Mesh, mask: Any, *tensors: Any) -> tuple[Factor | None, list[Any]]:
     """How the first dim is cut, and the tensors, whose first dims are those of the mask, with no other of these cut."""
     if tracing_context() is not None:
-        raise OperatorError(
+        raise NotTraced(
             f"{tools.operator} in a compiled function: how many elements it selects depends on data; call it outside of "
             "compiled functions, or keep the shape with torch.where or masked_fill"
         )

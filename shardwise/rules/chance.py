@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from .._torch import tracing_context
+from .._torch import NotTraced, tracing_context
 from ..counter import DIGITS, Draw, recipe
 from ..errors import MeshError, OperatorError
 from ..keep import watched
@@ -297,7 +297,7 @@ def seeded(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     mesh = tools.mesh(*given.values())
     if tracing_context() is not None:
-        raise OperatorError(
+        raise NotTraced(
             f"{tools.operator} in a compiled function: it draws from one seed, which would be the same in every call; call it "
             "outside of compiled functions"
         )

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import tracing_context
-from ..errors import OperatorError
+from .._torch import NotTraced, tracing_context
 from ..layout import Factor, Layout, whole
 from .notation import Call, Proposal, Rule, parse
 from .reduce import reduced
@@ -121,7 +120,7 @@ def _weighted(op: Any, x: Tensor, weights: Tensor, minlength: int) -> Tensor:
 def _bincount(tools: Any, op: Any, x: Any, weights: Any = None, minlength: int = 0) -> Any:
     """The greatest number tells how many there are to count; every rank counts its own."""
     if tracing_context() is not None:
-        raise OperatorError(
+        raise NotTraced(
             "bincount in a compiled function: the length of its result depends on data; call it outside of compiled functions, "
             "or add ones to a tensor of fixed length with index_add or scatter_add"
         )

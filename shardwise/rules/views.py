@@ -57,11 +57,15 @@ def _view(call: Call) -> Proposal:
             return Proposal((layout,), (out,), {"size": local_sizes(out)}, call=_view_or_tell)
 
 
+#: What torch raises where a tensor cannot be viewed; the second from fake tensors.
+_NO_VIEW = (RuntimeError, ValueError)
+
+
 def _view_or_tell(x: Tensor, size: list[int], *rest: Any) -> Tensor:
     """A view; raises LocalCopy where the local memory is laid out otherwise than the global one would be."""
     try:
         return torch.Tensor.view(x, size)
-    except RuntimeError:
+    except _NO_VIEW:
         raise LocalCopy("a local tensor cannot be viewed", torch.Tensor.view(x.contiguous(), size)) from None
 
 
@@ -69,7 +73,7 @@ def view_or_copy(x: Tensor, size: list[int], *rest: Any) -> Tensor:
     """A view; a copy where the local memory is laid out otherwise than the global one would be."""
     try:
         return torch.Tensor.view(x, size)
-    except RuntimeError:
+    except _NO_VIEW:
         return torch.Tensor.view(x.contiguous(), size)
 
 
@@ -383,7 +387,7 @@ def _complex_or_tell(x: Tensor) -> Tensor:
     """A view; raises LocalCopy where the pairs are not side by side in local memory as they would be in the global one."""
     try:
         return torch.view_as_complex(x)
-    except RuntimeError:
+    except _NO_VIEW:
         raise LocalCopy("local pairs are apart", torch.view_as_complex(x.contiguous())) from None
 
 
