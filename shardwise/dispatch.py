@@ -24,7 +24,7 @@ from .layout import Layout, Number, PerRank, SymbolicLayout
 from .memo import new_cache
 from .mesh import Mesh
 from .plan import plan
-from .redistribute import check_moves, run
+from .redistribute import check_moves, move, run
 from .rules.notation import Call, LocalCopy, Rule
 from .rules.table import find
 from .signature import Signature, signature
@@ -168,6 +168,60 @@ class Known:
         return tuple((maker(cls, layout), layout) for layout in decision.results if layout is not None) or None
 
 
+class Exact:
+    """The local call of an operator through which pending values pass, where a number among its arguments lets them.
+
+    Infinity times a sum is not the sum of infinities, nor is a sum divided by 0: with such a number the operator runs on whole
+    tensors. Numbers are no part of a key, so they are looked at here; so are replicated tensors without dims, on hosts.
+    """
+
+    __slots__ = ("call", "divisor", "known", "layouts", "places", "spread")
+
+    def __init__(self, known: Known, given: Arguments, row: Rule | None) -> None:
+        facts, self.known, self.call = known.signature, known, known.call
+        self.divisor = None if row is None or row.divisor is None else facts.names.index(row.divisor)
+        self.layouts = list(given.layouts)
+        for index, _, want in known.decision.moves:
+            self.layouts[index] = want
+        self.places = [at for _, at in given.places]
+        self.spread = {at for at, layout in zip(self.places, self.layouts, strict=True) if layout.states}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        pairs = ((at, value) for at, value in (*enumerate(args), *kwargs.items()) if at not in self.spread)
+        if not any(_is_unbounded(value, at == self.divisor) for at, value in pairs):
+            return self.call(*args, **kwargs)
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        target = given[0]
+        for at, layout in zip(self.places, self.layouts, strict=True):
+            given[at] = move(given[at], layout, layout.replicated(), self.known.signature.name)
+        named = {name: given[name] for name in kwargs}
+        out = self.call(*(given[position] for position in range(len(args))), **named)
+        results = [layout for layout in self.known.decision.results if layout is not None]
+        placed = [move(x, to.replicated(), to) for x, to in zip(out if len(results) > 1 else (out,), results, strict=True)]
+        if self.known.signature.in_place:
+            return door(self.known.mesh).each(_write, self.known.mesh, target, placed[0])
+        return tuple(placed) if len(results) > 1 else placed[0]
+
+
+def _passes_by_number(known: Known, given: Arguments) -> bool:
+    """Whether something is pending in a call that has a number, or a tensor without dims, among its arguments."""
+    decision = known.decision
+    if decision.program or decision.kernel or decision.copy_back or known.per_rank:
+        return False
+    values = (*given.positional, *given.named.values())
+    numbers = any(type(v) in (int, float, complex) or (isinstance(v, Tensor) and not v.ndim) for v in values)
+    return numbers and any(layout is not None and layout.partials for layout in (*given.layouts, *decision.results))
+
+
+def _is_unbounded(value: Any, divides: bool) -> bool:
+    """Whether a number, or a tensor without dims on this host, is infinite or nan, or is 0 and divides."""
+    if isinstance(value, Tensor):
+        if value.ndim or value.device.type != "cpu" or dispatch_modes() or not hasattr(value, "tolist"):
+            return False
+        value = value.tolist()
+    return type(value) in (int, float, complex) and (value - value != 0 or (divides and value == 0))
+
+
 def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same as `dispatch` for any arguments: plain tensors, lists, several meshes, first calls."""
     operator = _operator(func)
@@ -188,6 +242,8 @@ def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         known = Known(cls, decision, func, given.layouts[0].mesh, len(args))
         if known.makers is not None and decision.call is None:
             known.call = quickest(func, given)
+        if _passes_by_number(known, given):
+            known.call = Exact(known, given, find(func))
         known = _decisions.put(by_default if _takes_default_dtype(decision, given.layouts) else key, known)
     else:
         _decisions.hits += 1
@@ -227,7 +283,10 @@ def _symbolic(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         sizes = [size for holder, at in given.places for size in holder[at].shape]
         edits = {name: _rebuilt(value, sizes) for name, value in decision.edits.items()}
         decision = replace(decision, edits=edits)
-        return _run(cls, func, args, kwargs, Known(cls, decision, func, given.layouts[0].mesh, len(args)), given)
+        known = Known(cls, decision, func, given.layouts[0].mesh, len(args))
+        if _passes_by_number(known, given):
+            known.call = Exact(known, given, find(func))
+        return _run(cls, func, args, kwargs, known, given)
     except (TypeError, NotImplementedError):
         return dispatch(cls, func, (), _settled(args), _settled(kwargs))
 

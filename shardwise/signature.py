@@ -20,7 +20,7 @@ class Signature:
     """Facts of one operator overload.
 
     names      all arguments, in order
-    tensors    those that are tensors or lists of tensors
+    tensors    those that are tensors or lists of tensors, and a number in the place of the first
     free       positions and names of arguments that are no part of a key (their type is)
     written    names of the arguments the operator writes to, tensors or lists of tensors
     outs       those of them that it does not read: its `out=` arguments
@@ -61,11 +61,14 @@ def signature(op: Any) -> Signature:
     # of a list the schema tells that it is written to, but no label
     written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     owner = {label: argument.name for argument in written for label in argument.alias_info.before_set}
+    tensors = [a for a in schema.arguments if "Tensor" in str(a.type)]
+    if tensors and str(schema.arguments[0].type) == "number":  # it stands where other overloads have a tensor
+        tensors.insert(0, schema.arguments[0])
     labels = [result.alias_info.before_set if result.alias_info is not None else () for result in schema.returns]
     return Signature(
         name=f"{schema.name.replace('::', '.')}",
         names=tuple(argument.name for argument in schema.arguments),
-        tensors=tuple(a.name for a in schema.arguments if "Tensor" in str(a.type)),
+        tensors=tuple(a.name for a in tensors),
         defaults={a.name: a.default_value for a in schema.arguments if a.has_default_value()},
         free=frozenset(free),
         written=tuple(argument.name for argument in written),

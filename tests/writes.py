@@ -281,6 +281,10 @@ MADE: dict[str, Callable[[], tuple[Any, ...]]] = {
     "_native_batch_norm_legit": _norm(True, 0.1, 1e-5),
     "_native_batch_norm_legit_no_training": _norm(0.1, 1e-5),
     "native_batch_norm": _norm(True, 0.1, 1e-5),
+    "native_batch_norm_backward": lambda: (
+        *(_x(4, 3, 5), _x(4, 3, 5, seed=1), _x(3), _x(3), _x(3).exp(), _x(3, seed=2), _x(3, seed=3).exp()),
+        *(True, 1e-5, [True, True, True]),
+    ),
     "batch_norm_update_stats": lambda: (_x(4, 3, 5), _x(3), _x(3, seed=1).exp(), 0.1),
     "fake_quantize_per_tensor_affine_cachemask": lambda: (_x(4, 3), 0.1, 0, -3, 4),
     "fake_quantize_per_channel_affine_cachemask": lambda: (

@@ -90,14 +90,46 @@ rule(
 
 def _one_row(call: Call) -> Proposal | None:
     """A single row may have a target of one element, which cannot be cut as rows are."""
-    x = call["self"]
-    return Proposal(tuple(t.replicated() for t in call.tensors), (x.replicated(),)) if x.ndim == 1 else None
+    if call["self"].ndim > 1:
+        return None
+    mesh = call["self"].mesh
+    results = [Layout.of(mesh, [(whole(n),) for n in one.shape], (), one.dtype) for one in call.results]
+    return Proposal(tuple(t.replicated() for t in call.tensors), tuple(results))
 
 
 _by_row = partial(_mean_backward, count=lambda wants: math.prod(wants[1].shape[:-1]))
 _words: dict[str, Any] = {"linear": ((0,),), "whole": "c", "kernel": _by_row, "function": _one_row, "gives": _like_input}
 rule("multi_margin_loss_backward", "n, n c, n, c -> n c", **_words)
 rule("multilabel_margin_loss_backward", "n, n c, n c, n c -> n c", **_words)
+
+
+# What torch says of tensors without data is another shape for a single row.
+def _margin(arguments: dict[str, Any]) -> list[tuple[Sequence[int], torch.dtype]]:
+    return [(() if arguments["reduction"] else arguments["target"].shape, arguments["self"].dtype)]
+
+
+def _margin_of_labels(arguments: dict[str, Any]) -> list[tuple[Sequence[int], torch.dtype]]:
+    x = arguments["self"]
+    return [(() if arguments["reduction"] else x.shape[:-1], x.dtype), (x.shape, x.dtype)]
+
+
+def _mean_of_rows(call: Call, wants: Sequence[Layout]) -> Any:
+    """A local sum over the global number of rows, none of which is a loss of 0."""
+    rows, mean = wants[0].shape[0], call["reduction"] == MEAN
+    total = _local_call(call, {"reduction": SUM if mean else call["reduction"]})
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        out = total(*args, **kwargs)
+        loss, *rest = out if isinstance(out, tuple) else (out,)
+        loss = torch.zeros_like(loss) if not args[0].numel() else loss / rows if mean else loss
+        return (loss, *rest) if rest else loss
+
+    return kernel
+
+
+_words = {"whole": "c", "kernel": _mean_of_rows, "function": _one_row}
+rule("multi_margin_loss", "n c, n, c -> n", gives=_margin, **_words)
+rule("multilabel_margin_loss_forward", "n c, n c -> n, n c", gives=_margin_of_labels, **_words)
 
 # ── by class ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -54,6 +54,7 @@ class Rule:
                  min), "down" (swapped) or None; "up float": only of floats, since integers may wrap around. A tuple: one word
                  for each tensor argument
     together     a kind that passes where it is pending in all arguments
+    divisor      the argument that it divides by: nothing pending passes where that is the number 0
     rounds       its results are rounded if they are integers, so that it is linear in floats only
     whole        letters that cannot be cut ("[]": the named dims, "...": those of the ellipsis); "l?causal": where the
                  argument `causal` is true
@@ -74,6 +75,7 @@ class Rule:
     lost: str | None = "sum"
     linear: tuple[tuple[int, ...], ...] = ()
     rounds: bool = False
+    divisor: str | None = None
     passes: str | tuple[str | None, ...] | None = None
     together: str | None = None
     whole: frozenset[str] = frozenset()

@@ -97,8 +97,8 @@ rule("rsub.Tensor", "..., ... -> ...", linear=((0, 1),), passes=(None, "up float
 rule("complex lerp", "..., ... -> ...", linear=((0, 1),), unoffered=TURNED)
 # In each argument.
 rule("mul", "..., ... -> ...", linear=((0,), (1,)), together="product", unoffered=TURNED)
-rule("div.Tensor", "..., ... -> ...", linear=((0,),), together="product", unoffered=TURNED)
-rule("div.Scalar", "..., ... -> ...", linear=((0,),), unoffered=TURNED)
+rule("div.Tensor", "..., ... -> ...", linear=((0,),), together="product", divisor="other", unoffered=TURNED)
+rule("div.Scalar", "..., ... -> ...", linear=((0,),), divisor="other", unoffered=TURNED)
 rule("ldexp", "..., ... -> ...", linear=((0,),), passes="up")
 rule("polar", "..., ... -> ...", linear=((0,),))
 rule("addcmul", "..., ..., ... -> ...", linear=((0, 1), (0, 2)), passes="up float")
