@@ -28,4 +28,4 @@ def test_every_public_name_is_documented(name: str) -> None:
 
 def test_the_contents_page_names_every_public_object_once() -> None:
     public = {name for name, value in vars(shardwise).items() if not name.startswith("_") and not isinstance(value, ModuleType)}
-    assert sorted(shardwise.__all__) == sorted({*public, "p2p", "save"})  # modules that users name
+    assert sorted(shardwise.__all__) == sorted({*public, "debug", "p2p", "save"})  # modules that users name
