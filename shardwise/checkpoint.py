@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .comm import door
+from .comm import Bundle, door
 from .errors import OperatorError, WorldError
 from .layout import Layout, PerRank
 from .memo import memo
@@ -79,6 +79,7 @@ def held(local: Tensor, layout: Layout) -> list[tuple[Box, Tensor]]:
         return found
 
     def collect(piece: Tensor, place: int) -> None:
+        _check_piece(piece, layout, place)
         found.extend((box, piece) for box in boxes(layout, place))
 
     door(mesh).each(collect, mesh, local, PerRank(lambda place: place))
@@ -141,7 +142,20 @@ def _modules() -> tuple[Any, Any]:
 # ── pickles and addresses ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_place(layout: Layout, place: int) -> None:
+def check_loaded(local: Tensor, layout: Layout, place: int) -> None:
+    """Refuse what a pickle holds unless it is what this process holds of the tensor."""
+    _check_place(layout, place)
+    pieces = local.pieces if isinstance(local, Bundle) else (local,)
+    places = range(len(layout.mesh.ranks)) if layout.mesh.world == "simulated" else (place,)
+    if len(pieces) != len(places):
+        raise WorldError(
+            f"loading {layout} on the mesh {layout.mesh}: it lies in {len(places)} pieces, given are {len(pieces)}"
+        )
+    for at, piece in zip(places, pieces, strict=True):
+        _check_piece(piece, layout, at)
+
+
+def _check_place(layout: Layout, place: int) -> None:
     """Refuse another rank's shard. A rank may take another's place where both hold the same of the tensor."""
     mesh, job = layout.mesh, dist.is_initialized()
     if mesh.world == "simulated" or (not job and not layout.states):
@@ -163,6 +177,16 @@ def _hold_the_same(layout: Layout, own: int, place: int) -> bool:
     alike = [i for i, axis in enumerate(root.axes) if axis in layout.states or axis not in mesh.axes]
     points = root.coordinates
     return own == place or (min(own, place) >= 0 and all(points[own][i] == points[place][i] for i in alike))
+
+
+def _check_piece(piece: Tensor, layout: Layout, place: int) -> None:
+    """Refuse a local tensor that is none of a layout: of a pickle that was changed, or of a promise that does not hold."""
+    shape = layout.local_shape(max(place, 0))
+    if tuple(piece.shape) != shape or piece.dtype != layout.dtype:
+        raise OperatorError(
+            f"{layout}: the rank at place {place} of mesh {layout.mesh} holds {layout.dtype} {list(shape)} of it, and here is "
+            f"a tensor {piece.dtype} {list(piece.shape)}; give from_local the pieces of that layout, or run_check=True"
+        )
 
 
 def refuse_memory(layout: Layout, what: str) -> NoReturn:

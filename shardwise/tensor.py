@@ -14,7 +14,7 @@ from torch import SymInt, Tensor
 from ._groups import AsyncTensor
 from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, Function, base_of, foreach_type, is_batched, no_torch_function, untraced
 from ._tracer import TAKES_BRANCHES, reader, teach_state_dicts
-from .checkpoint import check_place, chunk_list, refuse_memory, shard_of, write_items
+from .checkpoint import check_loaded, chunk_list, refuse_memory, shard_of, write_items
 from .comm import door
 from .comm.trace import current
 from .dispatch import dispatch
@@ -437,7 +437,7 @@ def _like(x: Any, requires_grad: bool, parameter: bool) -> Any:
 @untraced
 def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, parameter: bool, place: int) -> DTensor:
     """The DTensor that a pickle holds: what the rank at a place of its mesh held of it."""
-    check_place(layout, place)
+    check_loaded(local, layout, place)
     found: DTensor = _like(wrap(DTensor, local, layout), requires_grad, parameter)
     return found
 

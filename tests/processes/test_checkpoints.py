@@ -338,3 +338,13 @@ def load_simulated(path: Path) -> bool:
 def test_a_simulated_tensor_is_whole_in_every_process(pool: Any, tmp_path: Path) -> None:
     torch.save(made(sw.init_mesh(a=2, b=2))["twice"], tmp_path / "file")
     assert pool(2).run(load_simulated, tmp_path / "file") == [True, True]
+
+
+def test_a_pickle_of_other_pieces_is_refused() -> None:
+    x = made(sw.init_mesh(a=2, b=2))["twice"]
+    rebuild, (local, layout, *rest) = x.__reduce_ex__(2)
+    assert torch.equal(rebuild(local, layout, *rest).full_tensor(), values((4, 6)))
+    with pytest.raises(WorldError, match="it lies in 4 pieces, given are 3"):
+        rebuild(sw.Bundle(local.pieces[:3]), layout, *rest)
+    with pytest.raises(OperatorError, match=r"holds torch.float32 \[2, 3\] of it, and here is a tensor torch.float32 \[3, 2\]"):
+        rebuild(sw.Bundle([piece.t() for piece in local.pieces]), layout, *rest)
