@@ -68,6 +68,7 @@ __all__ = [
     "is_decomposing",
     "is_kept",
     "is_traced_whole",
+    "is_transforming",
     "is_wrapper",
     "keep_alive",
     "keeps_graph",
@@ -209,6 +210,11 @@ def foreach_type(cls: type) -> None:
 def is_batched(x: torch.Tensor) -> bool:
     """Whether a tensor is many at once, by `vmap` or by `is_grads_batched`: only its dispatch keys tell."""
     return "Batched" in repr(torch._C._dispatch_keys(x))
+
+
+def is_transforming() -> bool:
+    """Whether a function is being transformed by `torch.func`: no tensor may be asked for gradients then."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_traced_whole(x: torch.Tensor) -> bool:

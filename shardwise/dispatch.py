@@ -18,7 +18,7 @@ from ._torch import dispatch_modes, no_dispatch, no_modes, raw_call, rebuilt, un
 from .arguments import WHOLE, Arguments, ask_torch, bind, by_name, check_outs, quickest
 from .comm import door
 from .decide import Decision, decide
-from .errors import OperatorError, ShardwiseError
+from .errors import LayoutError, OperatorError, ShardwiseError
 from .fallback import apart, choose, decompose, functional, functional_form, is_mixed, writes_plain
 from .layout import Layout, Number, PerRank, SymbolicLayout
 from .memo import new_cache
@@ -249,10 +249,9 @@ def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         _decisions.hits += 1
     try:
         return _run(cls, func, args, kwargs, known, given)
-    except (ShardwiseError, Warning):
-        raise
-    except Exception:
-        ask_torch(func, operator.signature, Arguments(cls, operator, args, kwargs))  # it says best what is wrong
+    except Exception as error:
+        if _is_internal(error):
+            ask_torch(func, operator.signature, Arguments(cls, operator, args, kwargs))  # it says best what is wrong
         raise
 
 
@@ -262,10 +261,9 @@ def _checked(func: Any, given: Arguments) -> Decision:
     facts = signature(func)
     try:
         decision = _decide(func, facts, given)
-    except (ShardwiseError, Warning):
-        raise
-    except Exception:
-        ask_torch(func, facts, given)
+    except Exception as error:
+        if _is_internal(error):
+            ask_torch(func, facts, given)
         raise
     of_floats = all(layout.dtype.is_floating_point for layout in given.layouts)
     if decision.program is decompose or (decision.program and of_floats) or any(0 in layout.shape for layout in given.layouts):
@@ -273,6 +271,11 @@ def _checked(func: Any, given: Arguments) -> Decision:
     elif (decision.program or decision.kernel) and not of_floats:
         ask_torch(func, facts, given, NotImplementedError)
     return decision
+
+
+def _is_internal(error: Exception) -> bool:
+    """Whether an error may come of arguments that do not fit, and not say so: our own do, but for layouts that differ."""
+    return isinstance(error, LayoutError) or not isinstance(error, ShardwiseError | Warning)
 
 
 def _symbolic(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Arguments) -> Any:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._torch import Function
+from ._torch import Function, is_transforming
 from .check import a_function, a_module, optional
 from .comm import door
 from .form import written
 from .identity import LIBRARY
 from .keep import watched
-from .layout import Layout, Placements, contiguous_stride, dense_stride, make_layout
+from .layout import Layout, Placements, contiguous_stride, dense_stride, make_layout, whole
 from .mesh import Mesh, chosen
 from .placement import Replicate
 from .redistribute import move
@@ -57,7 +57,7 @@ def distribute(tensor: Tensor, on: Mesh, placements: Any, source: int | None) ->
         layout = fitting(wanted, tensor.shape, tensor.dtype, on, "distribute_tensor")
     else:
         layout = make_layout(tensor.shape, on, wanted, tensor.dtype, dense_stride(tensor.shape, tensor.stride()))
-    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+    if is_transforming() or (tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled()):
         found: DTensor = _Distribute.apply(tensor, layout, source)
         return found
     return _distributed(tensor, layout, source).requires_grad_(tensor.requires_grad)
@@ -77,13 +77,56 @@ def _distributed(tensor: Tensor, layout: Layout, source: int | None) -> DTensor:
 
 
 class _Distribute(Function):
+    """Also under transforms of `torch.func`, which want what is kept apart from `forward`."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, layout: Layout, source: int | None) -> DTensor:
+    def forward(tensor: Tensor, layout: Layout, source: int | None) -> DTensor:
         return _distributed(tensor, layout, source)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:
-        return grad.full_tensor(), None, None
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.layout, ctx.source = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _Collect.apply(grad, ctx.layout), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
+        return _Distribute.apply(tangent, ctx.layout, ctx.source)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, tensor: Tensor, layout: Layout, source: int | None) -> Any:
+        return _Distribute.apply(tensor.movedim(in_dims[0], 0), _batch(layout, info), source), 0
+
+
+class _Collect(Function):
+    """The way back: the whole of a gradient."""
+
+    @staticmethod
+    def forward(grad: Any, layout: Layout) -> Tensor:
+        return grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.layout = inputs[1].reduced()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Distribute.apply(grad, ctx.layout, None), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
+        return _Collect.apply(tangent, ctx.layout)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, grad: Any, layout: Layout) -> Any:
+        return _Collect.apply(grad.movedim(in_dims[0], 0), _batch(layout, info)), 0
+
+
+def _batch(layout: Layout, info: Any) -> Layout:
+    """The layout of many tensors of one layout, one behind the other."""
+    return Layout.of(layout.mesh, [(whole(info.batch_size),), *layout.dims], layout.partials, layout.dtype)
 
 
 def _ordered(x: Tensor, like: tuple[int, ...]) -> Tensor:

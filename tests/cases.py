@@ -401,3 +401,40 @@ def gradients_are_unscaled_and_what_is_not_finite_in_one_shard_is_found_everywhe
     assert scales == found == [8.0, 16.0, 8.0, 8.0, 16.0]
     for one, other in zip(got, want, strict=True):
         same(one, other)
+
+
+@case(2)
+def values_that_torch_refuses_are_refused_on_every_rank() -> None:
+    mesh = sw.init_mesh(tp=2)
+    x = sw.distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    bad = torch.tensor([0, 6])
+    calls: list[tuple[type[Exception], Callable[[], object]]] = [
+        (IndexError, lambda: x.__setitem__(6, 5.0)),
+        (IndexError, lambda: x[bad]),
+        (IndexError, lambda: x.index_copy(0, bad, torch.ones(2))),
+        (RuntimeError, lambda: x.scatter(0, bad, 1.0)),
+        (RuntimeError, lambda: F.one_hot(sw.distribute_tensor(bad, mesh, [Replicate()]), 6)),
+        (RuntimeError, lambda: torch.bernoulli(x)),
+        (RuntimeError, lambda: x.normal_(0.0, -1.0)),
+        (RuntimeError, lambda: x[:0].max()),
+    ]
+    for kind, call in calls:
+        try:
+            call()
+        except kind:
+            continue
+        raise AssertionError(f"no {kind.__name__}")
+    same(x, torch.arange(6.0))
+
+
+@case(2)
+def data_is_read_where_torch_reads_it() -> None:
+    mesh = sw.init_mesh(tp=2)
+    x = sw.distribute_tensor(torch.arange(24.0).view(2, 4, 3), mesh, [Shard(1)])
+    assert torch.tensor([x.sum(), x.max()]).tolist() == [276.0, 23.0]
+    parts = torch.tensor_split(x, sw.distribute_tensor(torch.tensor([1]), mesh, [Replicate()]), 1)
+    assert [part.shape[1] for part in parts] == [1, 3]
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([4, 2]), batch_first=True)
+    padded, lengths = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)
+    assert lengths.tolist() == [4, 2] and isinstance(padded, DTensor)
+    same(padded, torch.where(torch.tensor([4, 2])[:, None, None] > torch.arange(4)[:, None], x.full_tensor(), 0.0))

@@ -135,8 +135,6 @@ def _uniform_beside(tools: Any, p: Any, layout: Layout, generator: Any) -> Any:
 
 def _checked(tools: Any, x: Any, holds: Callable[[Tensor], Tensor], text: str) -> Any:
     """A parameter with nothing pending: every rank looks at what it holds of it, but waits for no device that runs ahead."""
-    if not x.dtype.is_floating_point:
-        raise OperatorError(f"{text}, got {x.dtype}; convert it to a dtype of floats")
     x = tools.move(x, tools.layout(x).reduced()) if tools.is_distributed(x) else x
     if tracing_context() is None and x.device.type == "cpu":
         look = partial(_look, holds, text)
@@ -151,7 +149,9 @@ def _look(holds: Callable[[Tensor], Tensor], text: str, x: Tensor) -> None:
 
 
 def _probabilities(tools: Any, p: Any) -> Any:
-    return _checked(tools, p, lambda p: (p >= 0) & (p <= 1), "bernoulli takes probabilities from 0 to 1, as floats")
+    if not p.dtype.is_floating_point:
+        raise OperatorError(f"bernoulli takes probabilities as floats, got {p.dtype}; convert them first")
+    return _checked(tools, p, lambda p: (p >= 0) & (p <= 1), "bernoulli takes probabilities from 0 to 1")
 
 
 def _below(tools: Any, op: Any, p: Any, *, generator: Any = None) -> Any:
@@ -170,8 +170,10 @@ def _below_new(tools: Any, op: Any, x: Any, p: Any, *, generator: Any = None) ->
 
 def _normal(tools: Any, op: Any, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     """mean + std · normal, either of them a tensor."""
-    deviations = "normal takes standard deviations that are not negative, as floats"
+    deviations = "normal takes standard deviations that are real and not negative"
     if isinstance(std, Tensor):
+        if std.is_complex():
+            raise OperatorError(f"{deviations}, got {std.dtype}")
         std = _checked(tools, std, lambda std: std >= 0, deviations)
     else:
         recipe(Draw("normal", (0.0, std)), torch.float32)

@@ -312,7 +312,11 @@ def _strided_scatter(call: Call) -> Proposal:
 
 
 def _in_own_dtype(tools: Any, op: Any, x: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-    """What torch's decomposition gives, in the dtype of what is written to."""
+    """What torch's decomposition gives, in the dtype of what is written to; it takes sources and indices that do not fit."""
+    view = aten.select.int if op is aten.select_scatter.default else aten.slice.Tensor
+    part = view(torch.empty(x.shape, device="meta"), *args, **kwargs)
+    if part.shape != source.shape:
+        raise RuntimeError(f"{tools.operator}: a source of shape {list(source.shape)} for a part of shape {list(part.shape)}")
     return decompositions[op](x, source.to(x.dtype), *args, **kwargs)
 
 

@@ -26,6 +26,8 @@ STATS = ("mean", "rstd")
 
 def _shifted(tools: Any, x: Any, dim: int) -> tuple[Any, Any]:
     """x less its maximum, which exp cannot take out of range, and the maximum."""
+    if not x.is_floating_point():
+        raise OperatorError(f"{tools.operator} takes floats, got {x.dtype}; convert it first, or give dtype=")
     x = reduced(tools, widened(x))
     top = reduced(tools, aten.amax(x, [dim], True))
     return x - top, top

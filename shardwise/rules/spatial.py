@@ -114,7 +114,8 @@ _NEAREST = "upsample_nearest1d upsample_nearest2d upsample_nearest3d "
 _NEAREST += "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
 _LINEAR = "upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d "
 _LINEAR += "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"
-_interpolation(_NEAREST, passes="all")
+# (torch's own account of their shapes refuses a batch without elements.)
+_interpolation(_NEAREST, passes="all", gives=lambda a: [((*a["self"].shape[:2], *a["output_size"]), a["self"].dtype)])
 _interpolation(_LINEAR)
 _gradient(" ".join(f"{name}_backward" for name in (_NEAREST + " " + _LINEAR).split()))
 

@@ -203,3 +203,16 @@ def test_masked_operators(name: str) -> None:
     mask = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)) > 0.3
     like_dense(lambda x, m: operator(x, *first, mask=m), X, mask)
     like_dense(lambda x: operator(x, *first, mask=mask[:1]), X)
+
+
+def test_tensors_are_distributed_inside_a_transform() -> None:
+    def of(w: Tensor) -> Tensor:
+        return sw.distribute_tensor(w, MESHES["2"], [Shard(0)])
+
+    w = torch.arange(4.0)
+    assert grad(lambda w: (of(w) ** 2).sum())(w).tolist() == [0.0, 2.0, 4.0, 6.0]
+    assert grad(lambda w: (of(torch.ones(4)) * w).sum())(of(w)).tolist() == [1.0] * 4
+    assert grad(lambda w: grad(lambda w: (of(w) ** 3).sum())(w).sum())(w).tolist() == [0.0, 6.0, 12.0, 18.0]
+    assert torch.equal(hessian(lambda w: (of(w) ** 2).sum())(w), 2 * torch.eye(4))
+    assert vmap(lambda w: (of(w) ** 2).sum())(torch.ones(3, 4)).tolist() == [4.0] * 3
+    assert jvp(lambda w: of(w) ** 2, (w,), (torch.ones(4),))[1].tolist() == [0.0, 2.0, 4.0, 6.0]

@@ -11,6 +11,10 @@ import torch.nn.functional as F
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
+from shardwise.verify import pool
+from shardwise.verify.operators import Sweep
+from shardwise.verify.samples import operators
+from tests.invalid import Finding, check
 
 MESH = sw.init_mesh(tp=2)
 X = torch.arange(18.0).view(6, 3)
@@ -124,3 +128,60 @@ def test_integers_that_a_dtype_does_not_hold() -> None:
         sw.randperm(300, mesh=MESH, dtype=torch.uint8)
     assert sw.randperm(256, mesh=MESH, dtype=torch.uint8).sort().values.tolist() == list(range(256))
     assert sw.randint(255, 256, (4,), mesh=MESH, dtype=torch.uint8).tolist() == [255] * 4
+
+
+# ── every operator of torch's database ──
+
+#: One of each family: what is sampled by default.
+SAMPLED = [
+    "index_add",
+    "index_copy",
+    "index_put",
+    "gather",
+    "scatter",
+    "take",
+    "put",
+    "nn.functional.embedding",
+    "nn.functional.one_hot",
+    "max.reduction_no_dim",
+    "argmax",
+    "bernoulli",
+    "normal",
+    "multinomial",
+    "masked_select",
+    "select_scatter",
+    "softmax",
+    "topk",
+    "kthvalue",
+    "bucketize",
+    "cross",
+    "linalg.inv",
+    "cholesky",
+    "nn.functional.cross_entropy",
+    "nn.functional.conv1d",
+    "nn.functional.adaptive_avg_pool2d",
+    "nn.functional.interpolate.nearest",
+    "tensor_split",
+    "repeat_interleave",
+    "bincount",
+    "diagonal_scatter",
+]
+
+
+def findings(name: str) -> list[Finding]:
+    """What differs from one device for one operator, on two and on three ranks."""
+    return [finding for ranks in (2, 3) for finding in check(name, Sweep((ranks,)).mesh, 1, 3) if finding.kind != "right"]
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_invalid_calls_of_an_operator(name: str) -> None:
+    differing = [finding for finding in check(name, Sweep((3,)).mesh, 1, 1) if finding.kind != "right"]
+    assert differing == []
+
+
+@pytest.mark.slow
+def test_invalid_calls_of_every_operator() -> None:
+    """In forked processes: torch itself may crash on an invalid call."""
+    results = list(pool.run(findings, list(operators()), 2))
+    assert [(done.task, done.failure) for done in results if done.failure] == []
+    assert [finding for done in results for finding in done.result] == []
