@@ -133,9 +133,9 @@ def several(value: Any, what: str, allowed: str) -> tuple[Any, ...]:
 
 
 def integers(value: Any, what: str, least: int | None = None) -> tuple[int, ...]:
-    """Several integers, of at least so much each."""
+    """Several integers, of at least so much each, that fit into 64 bits."""
     allowed = f"several {_within('integer', least, None)}".replace("integer", "integers")
-    return tuple([integer(item, what, least) for item in several(value, what, allowed)])
+    return tuple([integer(item, what, least, 2**63 - 1) for item in several(value, what, allowed)])
 
 
 def sizes(value: Any, what: str) -> tuple[int, ...]:
@@ -147,8 +147,8 @@ def sizes(value: Any, what: str) -> tuple[int, ...]:
         count = 1
         for size in found:
             count *= max(size, 1)
-        if count >= 2**60:
-            refuse(what, "the sizes of a tensor of fewer than 2**60 elements", value)
+        if count >= 2**63:
+            refuse(what, "the sizes of a tensor of fewer than 2**63 elements", value)
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ._torch import Function, is_transforming
-from .check import a_function, a_module, optional
+from .check import a_function, a_module, a_tensor, optional
 from .comm import door
 from .form import written
 from .identity import LIBRARY
@@ -40,6 +40,7 @@ def distribute_tensor(
     >>> distribute_tensor(torch.arange(6.0), sw.init_mesh(tp=2), {"tp": sw.Shard(0)})
     DTensor(f32[6@tp], mesh=(tp=2))
     """
+    a_tensor(tensor, "distribute_tensor: tensor")
     on = chosen(device_mesh)
     if isinstance(tensor, DTensor):
         return tensor.redistribute(on, placements)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import SymFloat, SymInt, Tensor
 
-from .check import refuse
+from .check import a_dtype, flag, integer, optional, refuse, sizes
 from .comm import door
 from .counter import DIGITS, Draw, bounds
 from .errors import MeshError, OperatorError
@@ -42,7 +42,9 @@ class _How(NamedTuple):
 
 
 def _new(size: Any, want: Want, how: _How) -> DTensor:
-    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    shape = sizes(size[0] if len(size) == 1 and not isinstance(size[0], int) else size, "size")
+    optional(a_dtype, how.dtype, "dtype")
+    flag(how.requires_grad, "requires_grad")
     dtype = torch.get_default_dtype() if how.dtype is None else how.dtype
     if how.layout is not torch.strided:
         refuse("layout", "torch.strided, which is how the elements of a DTensor lie (placements say on which rank)", how.layout)
@@ -143,6 +145,9 @@ def full(  # noqa: PLR0913  torch's keywords
     >>> full((2, 3), 7.0, mesh=sw.init_mesh(tp=2)).sum().item()
     42.0
     """
+    if not isinstance(fill_value, int | float | complex | SymInt | SymFloat):
+        refuse("full: fill_value", "a number", fill_value)
+    optional(a_dtype, dtype, "full: dtype")
     return _new(
         (size,),
         Want(numbers=(fill_value,)),
@@ -222,6 +227,9 @@ def randint(  # noqa: PLR0913  torch's keywords
     >>> randint(3, 4, (2, 6), mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)}).sum().item()
     36
     """
+    for name, bound in (("low", low), ("high", high)):
+        integer(bound, f"randint: {name}", -(2**63), 2**63)
+    optional(a_dtype, dtype, "randint: dtype")
     return _new(
         (size,),
         Want("integer", (low, high - 1)),
@@ -245,7 +253,8 @@ def randperm(  # noqa: PLR0913  torch's keywords
     >>> randperm(5, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(0)}).sort().values.full_tensor()
     tensor([0, 1, 2, 3, 4])
     """
-    dtype = torch.int64 if dtype is None else dtype
+    dtype = torch.int64 if dtype is None else a_dtype(dtype, "randperm: dtype")
+    integer(n, "randperm: n", 0)
     most = 2 ** DIGITS[dtype] if dtype in DIGITS else bounds(dtype)[1]
     if dtype is torch.bool or not 0 <= n <= most + 1:
         raise OperatorError(

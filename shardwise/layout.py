@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
@@ -22,13 +22,13 @@ import torch
 from torch import SymInt
 
 from ._torch import OpaqueBaseMeta, constant_type, hint, known
-from .check import several, shown
+from .check import a_dtype, a_text, instance, integer, integers, optional, refuse, several, shown, sizes
 from .cuts import dim_of, shards_of, size_of
 from .errors import LayoutError, MeshError
 from .factor import Dim, Factor, Run, canonical, cut, default_sizes, shard_runs, whole
 from .memo import intern
 from .mesh import Mesh, quote
-from .placement import Partial, Placement, Replicate, Shard, taken
+from .placement import KINDS, Partial, Placement, Replicate, Shard, taken
 
 __all__ = [
     "DTYPES",
@@ -55,7 +55,20 @@ __all__ = [
 Placements = Sequence[Placement] | Mapping[str, Placement]
 
 _REPLICATE = Replicate()
+#: What a layout is made of.
+_PARTS = {
+    "mesh": "a Mesh",
+    "dims": "for each dim a list of factors",
+    "partials": "pairs of an axis and what is pending there, such as ('dp', 'sum')",
+    "dtype": "a torch.dtype",
+    "stride": "an integer for each dim",
+}
 
+#: Reductions that do not exist for some dtypes.
+_NOT_OF: dict[str, Callable[[torch.dtype], bool]] = {
+    **dict.fromkeys(("max", "min"), lambda dtype: dtype.is_complex),
+    **dict.fromkeys(("band", "bor", "bxor"), lambda dtype: dtype.is_floating_point or dtype.is_complex),
+}
 #: How a dtype is written in a layout.
 DTYPES = {
     torch.float32: "f32",
@@ -140,10 +153,15 @@ class Layout(metaclass=OpaqueBaseMeta):
         stride: Sequence[int] | None = None,
     ) -> Layout:
         """The interned layout of these parts; dims need not be canonical."""
-        placed = tuple([canonical(dim) for dim in dims])
-        shape = torch.Size([dim[0].size if len(dim) == 1 else math.prod(f.size for f in dim) for dim in placed])
-        strides = contiguous_stride(shape) if stride is None else tuple(stride)
-        pending = tuple(sorted(partials, key=lambda item: mesh.axes.index(item[0])))
+        try:
+            placed = tuple([canonical(dim) for dim in dims])
+            shape = torch.Size([dim[0].size if len(dim) == 1 else math.prod(f.size for f in dim) for dim in placed])
+            strides = contiguous_stride(shape) if stride is None else tuple(stride)
+            pending = tuple(sorted(partials, key=lambda item: mesh.axes.index(item[0])))
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            _refuse_parts(mesh, dims, partials, dtype, stride)
+            parts = ", ".join(f"{name} ({allowed})" for name, allowed in _PARTS.items())
+            raise LayoutError(f"Layout.of: these parts make no layout, which has {parts}") from error
         content = (mesh, placed, pending, dtype, strides)
         try:
             found = _layouts.get(content)
@@ -155,12 +173,16 @@ class Layout(metaclass=OpaqueBaseMeta):
 
     def replace(self, **changes: Any) -> Layout:
         """This layout with some of mesh, dims, partials, dtype, stride changed."""
-        parts = {name: changes.get(name, getattr(self, name)) for name in ("mesh", "dims", "partials", "dtype", "stride")}
-        return Layout.of(**parts)
+        if not changes.keys() <= _PARTS.keys():
+            raise LayoutError(f"Layout.replace changes some of {', '.join(_PARTS)}, got {', '.join(changes)}")
+        return Layout.of(**{name: changes.get(name, getattr(self, name)) for name in _PARTS})
 
     def without(self, axes: Iterable[str]) -> Layout:
         """This layout with `axes` replicated: cuts by them and reductions over them gone."""
-        gone = frozenset(axes)
+        known = self.mesh.root.axis_sizes.keys()
+        gone = frozenset(axes) if isinstance(axes, frozenset | tuple | dict) else frozenset(self.mesh.sorted_axes(axes))
+        if not gone <= known:
+            self.mesh.sorted_axes(gone)  # which says what is not known
         if not gone & self.states.keys():
             return self
         dims = [[_uncut(f, gone, self.mesh) for f in dim] for dim in self.dims]
@@ -190,17 +212,29 @@ class Layout(metaclass=OpaqueBaseMeta):
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
         """The axes that cut a dim, major to minor."""
-        return tuple(axis for factor in self.dims[dim] for axis in factor.axes)
+        try:
+            return tuple(axis for factor in self.dims[dim] for axis in factor.axes)
+        except (IndexError, TypeError):
+            _refuse_dim(dim, self.ndim)
 
     def local_shape(self, place: int) -> tuple[int, ...]:
         """The shape of what the rank at a place of the root mesh holds."""
-        point = self.mesh.coordinates[place]
+        point = self._point(place)
         return tuple(math.prod(f.sizes[self.shard_at(f, point)] for f in dim) for dim in self.dims)
 
     def runs(self, dim: int, place: int) -> list[Run]:
         """The intervals of global indices of a dim that the rank at `place` holds, ascending."""
-        point = self.mesh.coordinates[place]
-        return shard_runs(self.dims[dim], [self.shard_at(factor, point) for factor in self.dims[dim]])
+        point = self._point(place)
+        try:
+            return shard_runs(self.dims[dim], [self.shard_at(factor, point) for factor in self.dims[dim]])
+        except (IndexError, TypeError):
+            _refuse_dim(dim, self.ndim)
+
+    def _point(self, place: int) -> tuple[int, ...]:
+        """The coordinate of a place of the root mesh."""
+        if type(place) is not int or not 0 <= place < len(self.mesh.ranks):
+            integer(place, "Layout: place", 0, len(self.mesh.ranks) - 1)
+        return self.mesh.coordinates[place]
 
     def offset(self, place: int) -> tuple[int, ...]:
         """The first global index of each dim that the rank at `place` holds (its size where it holds none)."""
@@ -209,7 +243,7 @@ class Layout(metaclass=OpaqueBaseMeta):
 
     def shard(self, factor: Factor, place: int) -> int:
         """Which shard of a factor the rank at `place` holds."""
-        return self.shard_at(factor, self.mesh.coordinates[place])
+        return self.shard_at(factor, self._point(place))
 
     def shard_at(self, factor: Factor, point: tuple[int, ...]) -> int:
         """Which shard of a factor the rank at a coordinate of the mesh holds."""
@@ -220,7 +254,10 @@ class Layout(metaclass=OpaqueBaseMeta):
 
     def held(self, dim: int) -> int:
         """The size of a dim in the largest local piece."""
-        return math.prod(hint(max(f.sizes)) for f in self.dims[dim])
+        try:
+            return math.prod(hint(max(f.sizes)) for f in self.dims[dim])
+        except (IndexError, TypeError):
+            _refuse_dim(dim, self.ndim)
 
     def __repr__(self) -> str:
         dims = ", ".join(_describe(dim, self.mesh) for dim in self.dims)
@@ -250,10 +287,15 @@ class Layout(metaclass=OpaqueBaseMeta):
         >>> Layout.read(layout.write()) is layout
         True
         """
-        mesh, dims, partials, dtype, stride = text.split(" ")
-        factors = [[_read_factor(word) for word in dim.split("*")] for dim in dims[1:-1].split(",") if dim]
-        pending = [(unquote(axis), kind) for kind, _, axis in (word.partition("@") for word in partials.split(",") if word)]
-        return Layout.of(Mesh.read(mesh), factors, pending, getattr(torch, dtype), [int(n) for n in stride.split(",") if n])
+        a_text(text, "Layout.read: text", "what layout.write() gives")
+        try:
+            mesh, dims, partials, dtype, stride = text.split(" ")
+            factors = [[_read_factor(word) for word in dim.split("*")] for dim in dims[1:-1].split(",") if dim]
+            pending = [(unquote(axis), kind) for kind, _, axis in (word.partition("@") for word in partials.split(",") if word)]
+            steps, kind = [int(n) for n in stride.split(",") if n], getattr(torch, dtype)
+        except (AttributeError, ValueError):
+            raise LayoutError(f"Layout.read: text is what layout.write() gives, got {shown(text)}") from None
+        return Layout.of(Mesh.read(mesh), factors, pending, kind, steps)
 
     def settled(self) -> Layout:
         """This layout: its sizes are numbers."""
@@ -270,6 +312,25 @@ class Layout(metaclass=OpaqueBaseMeta):
         return self
 
 
+def _refuse_dim(dim: Any, ndim: int) -> NoReturn:
+    integer(dim, "Layout: dim", -ndim, ndim - 1)
+    refuse("Layout: dim", f"an integer from {-ndim} to {ndim - 1}", dim)
+
+
+def _refuse_parts(mesh: Any, dims: Any, partials: Any, dtype: Any, stride: Any) -> None:
+    """Say which part is none that a layout has, if one is."""
+    instance(mesh, Mesh, "Layout.of: mesh", "a Mesh")
+    a_dtype(dtype, "Layout.of: dtype")
+    optional(integers, stride, "Layout.of: stride", 0)
+    for pair in several(partials, "Layout.of: partials", _PARTS["partials"]):
+        if not isinstance(pair, tuple) or len(pair) != 2 or pair[1] not in KINDS:
+            refuse("Layout.of: one of partials", _PARTS["partials"], pair)
+        mesh.size_of(pair[0])
+    for dim in several(dims, "Layout.of: dims", _PARTS["dims"]):
+        for factor in several(dim, "Layout.of: one of dims", _PARTS["dims"]):
+            instance(factor, Factor, "Layout.of: one of dims", _PARTS["dims"])
+
+
 def _read_factor(text: str) -> Factor:
     size, _, cuts = text.partition("@")
     axes, *sizes = cuts.split(":")
@@ -279,6 +340,7 @@ def _read_factor(text: str) -> Factor:
 def _with_symbols(content: tuple[Any, ...]) -> Layout:
     """The layout of these parts; symbols that torch knows to be numbers become numbers."""
     mesh, dims, pending, dtype, stride = content
+    a_dtype(dtype, "layout: dtype")
     dims = tuple(tuple(Factor(known(f.size), f.axes, tuple(map(known, f.sizes))) for f in dim) for dim in dims)
     stride = tuple(map(known, stride))
     if not any(isinstance(n, SymInt) for n in (*(n for dim in dims for f in dim for n in (f.size, *f.sizes)), *stride)):
@@ -331,11 +393,17 @@ _layouts: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
 def _build(content: tuple[Any, ...], shape: torch.Size, cls: type[Layout] | None = None) -> Layout:
     self = object.__new__(cls or Layout)
     self.mesh, self.dims, self.partials, self.dtype, self.stride = content
+    a_dtype(self.dtype, "layout: dtype")
+    instance(self.mesh, Mesh, "Layout.of: mesh", "a Mesh")
     self.shape, self.ndim, self.device = shape, len(shape), _device(self.mesh.device)
     self.states = {axis: i for i, dim in enumerate(self.dims) for f in dim for axis in f.axes}
     self.even = all(min(f.sizes) == max(f.sizes) for dim in self.dims for f in dim)
     self.nbytes = math.prod([hint(max(f.sizes)) for dim in self.dims for f in dim]) * self.dtype.itemsize
+    if len(self.stride) != len(shape) or not all(isinstance(n, int | SymInt) for n in self.stride):
+        raise LayoutError(f"{self!r}: stride has a number for each of {len(shape)} dims, got {shown(self.stride)}")
     for axis, kind in self.partials:
+        if kind in _NOT_OF and _NOT_OF[kind](self.dtype):
+            raise LayoutError(f"{self!r}: {self.dtype} has no {kind}, so no tensor of it can be pending one on axis {axis!r}")
         if axis in self.states:
             raise LayoutError(f"axis {axis!r} cannot both cut dim {self.states[axis]} and be pending a {kind}")
         self.states[axis] = kind
@@ -410,9 +478,16 @@ def make_layout(
     f32[8@(tp,dp), 4]
     """
     mesh = Mesh.from_torch(mesh)
+    a_dtype(dtype, "layout: dtype")
+    size, stride = sizes(shape, "layout: shape"), optional(integers, stride, "layout: stride", 0)
     if isinstance(placements, Layout):
-        return placements.replace(dtype=dtype, stride=None if stride is None else tuple(stride))
-    size = tuple(n if isinstance(n, SymInt) else int(n) for n in shape)
+        known = not any(isinstance(n, SymInt) for n in (*size, *placements.shape))
+        if (known and size != tuple(placements.shape)) or placements.mesh is not mesh:
+            raise LayoutError(
+                f"placements={placements} is a layout on mesh {placements.mesh}, and the tensor has shape {list(size)} on mesh "
+                f"{mesh}; give a layout of these, or placements"
+            )
+        return placements.replace(dtype=dtype, stride=stride)
     cuts, partials = _cuts(size, mesh, placements)
     dims = [dim_of(n, shards, mesh) for n, shards in zip(size, cuts, strict=True)]
     return Layout.of(mesh, dims, partials, dtype, stride)
@@ -455,7 +530,7 @@ def by_axis(mesh: Mesh, placements: Placements) -> dict[str, Placement]:
         if len(placements) != mesh.ndim:
             raise LayoutError(
                 f"mesh {mesh} has {mesh.ndim} axes and takes {mesh.ndim} placements, got {len(placements)}: "
-                f"{tuple(placements)}; name the axes ({{{mesh.axes[0]!r}: Shard(0)}}) to leave some replicated"
+                f"{shown(placements)}; name the axes ({{{mesh.axes[0]!r}: Shard(0)}}) to leave some replicated"
             )
         given = dict(zip(mesh.axes, placements, strict=True))
     return {axis: _taken(axis, placement) for axis, placement in given.items()}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._torch import OpaqueBaseMeta, constant_type
-from .check import integer, refuse
+from .check import choice, integer, integers, optional, refuse, shown
 from .errors import LayoutError
 
 #: What `Part.text` writes of a factor.
@@ -28,6 +28,7 @@ class Placement(metaclass=OpaqueBaseMeta):
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Whether this cuts a dim (or the given dim)."""
+        optional(integer, dim, "is_shard: dim")
         return isinstance(self, Shard) and dim in (None, self.dim)
 
     def is_replicate(self) -> bool:
@@ -36,6 +37,7 @@ class Placement(metaclass=OpaqueBaseMeta):
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """Whether a reduction over the axis is pending."""
+        optional(choice, reduce_op, "is_partial: reduce_op", KINDS)
         return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
 
     def write(self) -> str:
@@ -75,10 +77,10 @@ class Shard(Placement):
     sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
-            raise LayoutError(f"Shard(dim) takes an int, got {self.dim!r}")
+        if type(self.dim) is not int:
+            object.__setattr__(self, "dim", integer(self.dim, "Shard: dim"))
         if self.sizes is not None:
-            object.__setattr__(self, "sizes", tuple(int(size) for size in self.sizes))
+            object.__setattr__(self, "sizes", integers(self.sizes, "Shard: sizes", 0))
 
     def __repr__(self) -> str:
         return f"Shard({self.dim})" if self.sizes is None else f"Shard({self.dim}, sizes={self.sizes})"
@@ -131,8 +133,8 @@ class Partial(Placement):
     reduce_op: str = "sum"
 
     def __post_init__(self) -> None:
-        if self.reduce_op not in KINDS:
-            raise LayoutError(f"Partial({self.reduce_op!r}) is not known; use one of {', '.join(KINDS)}")
+        if not isinstance(self.reduce_op, str) or self.reduce_op not in KINDS:
+            raise LayoutError(f"Partial(reduce_op={shown(self.reduce_op)}) is not known; use one of {', '.join(KINDS)}")
 
     def __repr__(self) -> str:
         return f"Partial({self.reduce_op!r})"

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .check import a_dtype, a_tensor, flag, integer, integers, optional, shown, sizes
 from .comm import door, seen
 from .errors import LayoutError, MeshError
 from .keep import watched
@@ -26,15 +27,23 @@ def target(have: Layout, mesh: Mesh | Any, placements: Placements | Layout | Non
             )
         return placements if placements.stride == have.stride else placements.replace(stride=have.stride)
     on = have.mesh if mesh is None else seen(Mesh.from_torch(mesh))
-    if isinstance(placements, dict):
-        return make_layout(have.shape, on, placements, have.dtype, have.stride)
-    return _placed(have, on, None if placements is None else tuple(cast(Sequence[Placement], placements)))
+    if placements is None or isinstance(placements, tuple | list):
+        return _placed(have, on, None if placements is None else tuple(placements))
+    return make_layout(have.shape, on, placements, have.dtype, have.stride)
 
 
 @memo("targets", limit=4096)
 def _placed(have: Layout, mesh: Mesh, placements: tuple[Placement, ...] | None) -> Layout:
     wanted = [Replicate()] * mesh.ndim if placements is None else placements
     return make_layout(have.shape, mesh, wanted, have.dtype, have.stride)
+
+
+def check_how(async_op: Any, forward_dtype: Any, backward_dtype: Any, max_bytes: Any) -> None:
+    """How a tensor is redistributed, checked."""
+    flag(async_op, "redistribute: async_op")
+    optional(a_dtype, forward_dtype, "redistribute: forward_dtype")
+    optional(a_dtype, backward_dtype, "redistribute: backward_dtype")
+    optional(integer, max_bytes, "redistribute: max_bytes", 0)
 
 
 def fitting(layout: Layout, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh, verb: str) -> Layout:
@@ -56,13 +65,19 @@ def source_rank(given: object, mesh: Mesh) -> int | None:
     if not isinstance(given, int) or isinstance(given, bool) or not 0 <= given < least:
         raise MeshError(
             f"src_data_rank is the coordinate, on every axis of mesh {mesh}, of the rank whose values count: an int from 0 to "
-            f"{least - 1}, or None where all have the same values; got {given!r}"
+            f"{least - 1}, or None where all have the same values; got {shown(given)}"
         )
     return given
 
 
 def local_layout(local: Tensor, mesh: Mesh, placements: Any, run_check: bool, shape: Any, stride: Any) -> Layout:
     """The layout of a tensor of which each rank gives a local tensor."""
+    if not isinstance(local, Tensor) or run_check is not False or shape is not None or stride is not None:
+        a_tensor(local, "from_local: local_tensor")
+        flag(run_check, "from_local: run_check")
+        shape, stride = optional(sizes, shape, "from_local: shape"), optional(integers, stride, "from_local: stride", 0)
+    if shape is not None and len(shape) != local.ndim:
+        raise LayoutError(f"from_local: shape={list(shape)} has {len(shape)} dims, the local tensor {local.ndim}")
     if hasattr(local, "_layout"):
         raise LayoutError(
             f"from_local takes what a rank holds, an ordinary tensor; got {local!r}, which is distributed already"
@@ -74,7 +89,7 @@ def local_layout(local: Tensor, mesh: Mesh, placements: Any, run_check: bool, sh
     world = door(mesh, "from_local")
     if run_check:
         return checked_layout(local, mesh, placements, shape, stride)
-    size, steps = (None if given is None else tuple(given) for given in (shape, stride))
+    size, steps = shape, stride
     if not isinstance(placements, Layout) and (isinstance(placements, dict) or not local.is_contiguous()):
         size = whole_shape(local.shape, mesh, placements) if size is None else size
         steps = dense_stride(size, local.stride()) if steps is None else steps

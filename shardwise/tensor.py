@@ -14,6 +14,7 @@ from torch import SymInt, Tensor
 from ._groups import AsyncTensor
 from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, Function, base_of, foreach_type, is_batched, no_torch_function, untraced
 from ._tracer import TAKES_BRANCHES, reader, teach_state_dicts
+from .check import flag
 from .checkpoint import check_loaded, chunk_list, refuse_memory, shard_of, write_items
 from .comm import door
 from .comm.trace import current
@@ -27,7 +28,7 @@ from .mesh import Mesh, chosen
 from .placement import Placement
 from .plan import plan
 from .redistribute import move, move_later, run
-from .targets import local_layout, target
+from .targets import check_how, local_layout, target
 from .tools import Tools, maker, wrap, written_at
 
 
@@ -93,11 +94,9 @@ class DTensor(torch.Tensor):
     def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
         """What this rank holds (in a simulated world: the bundle of what each rank holds; on a rank that is not in the mesh: a
         shape without data)."""
+        layout = None if grad_placements is None else make_layout(self.shape, self.mesh, grad_placements, self.dtype)
         if self.requires_grad and torch.is_grad_enabled():
-            layout = self._layout.reduced()
-            if grad_placements is not None:
-                layout = make_layout(self.shape, self.mesh, grad_placements, self.dtype)
-            found: Tensor = _ToLocal.apply(self, layout)
+            found: Tensor = _ToLocal.apply(self, layout or self._layout.reduced())
             return found
         return self._local
 
@@ -135,6 +134,8 @@ class DTensor(torch.Tensor):
                 raise
             self._layout = self._layout.settled()
             wanted = target(self._layout, device_mesh, placements)
+        if async_op is not False or forward_dtype is not None or backward_dtype is not None or max_bytes is not None:
+            check_how(async_op, forward_dtype, backward_dtype, max_bytes)
         how = How(async_op, forward_dtype or self.dtype, backward_dtype or self.dtype, max_bytes)
         if wanted is self._layout and how.forward is how.backward is self.dtype:
             return self
@@ -145,6 +146,8 @@ class DTensor(torch.Tensor):
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
         """The whole tensor as a new ordinary one, on every rank of the mesh: writes to it never reach this tensor."""
+        if grad_placements is not None:
+            grad_placements = make_layout(self.shape, self.mesh, grad_placements, self.dtype).placements
         whole = self.redistribute(placements=self._layout.replicated())
         differentiable = whole.requires_grad and torch.is_grad_enabled()
         found: Tensor = _ToPlain.apply(whole, grad_placements) if differentiable else door(self.mesh).plain(whole._local)
@@ -200,6 +203,7 @@ class DTensor(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """The global value as an array, on every rank."""
+        flag(force, "numpy: force")
         return self.full_tensor().numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
@@ -218,6 +222,7 @@ class DTensor(torch.Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         """Ask for gradients, in place."""
+        flag(requires_grad, "requires_grad_: requires_grad")
         super().requires_grad_(requires_grad)
         if requires_grad and self.is_leaf:
             self._align()

@@ -119,7 +119,8 @@ def load_package(
     """
     optional(instance, parameters, (nn.Module, Mapping), "load_package: parameters", "a module or a state dict")
     given = optional(Mesh.from_torch, mesh)
-    source, manifest = f"package {str(path)!r}", read(file_to_read(path, "load_package: path"))
+    file = file_to_read(path, "load_package: path")
+    source, manifest = f"package {str(file)!r}", read(file)
     on = check_world(manifest, source, given)
     door(on).ready(on)
     try:
