@@ -51,7 +51,7 @@ class Operator:
         self.reshapes = torch.Tag.inplace_view in func.tags
         row = find(func)
         self.zipped = row is not None and row.zipped
-        self.knows_plain = bool(self.signature.written) and _own_program(func, row) is not None
+        self.knows_plain = _own_program(func, row) is not None
 
 
 _operators: dict[int, Operator] = {}
@@ -378,7 +378,7 @@ def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: Argum
     if facts.written:
         _check_writes(cls, facts, args, kwargs)
     if decision.program is not None:
-        if not facts.written:
+        if not facts.written and not _operator(func).knows_plain:
             args, kwargs = _distributed(known, args), {name: _distributed(known, value) for name, value in kwargs.items()}
         return decision.program(known.tools, func, *args, **kwargs)
     if decision.copy_back:
