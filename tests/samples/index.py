@@ -66,6 +66,8 @@ SAMPLES: dict[str, list[Sample]] = {
         sample(at(aten.index_add_, 1), (2, 5), rows, (2, 3), mutates=(0,)),
         sample(at(aten.index_add_, 0), (), torch.tensor([0]), (), mutates=(0,)),
     ],
+    "aten.select_scatter": [sample(lambda x, y: aten.select_scatter(x, y, 0, 2), (5, 3), (3,))],
+    "aten.slice_scatter": [sample(lambda x, y: aten.slice_scatter(x, y, 1, 1, 6, 2), (5, 6), (5, 3))],
     "aten.index_copy": [
         sample(at(aten.index_copy, 0), (5, 3), distinct, (3, 3)),
         sample(at(aten.index_copy_, 0), (5, 3), distinct, (3, 3), mutates=(0,)),

@@ -10,6 +10,7 @@ from tests.laws import Sample, sample
 
 aten = torch.ops.aten
 POSITIVE = torch.rand(5, 3, generator=torch.Generator().manual_seed(0)) + 0.5
+FOUND, HALF = torch.zeros(()), torch.tensor(0.5)
 UNARY = (
     "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round rsqrt "
     "sigmoid sign sin sinh sqrt tan tanh trunc"
@@ -48,6 +49,11 @@ def addc(name: str) -> list[Sample]:
         sample(lambda x, y, z: op.Scalar([x], [y], [z], 0.5), (5, 3), (5, 3), POSITIVE),
         sample(lambda x, y, z: in_place.ScalarList([x], [y], [z], [0.5]), (5, 3), (5, 3), POSITIVE, mutates=(0,)),
     ]
+
+
+def addc_tensor(name: str) -> list[Sample]:
+    op = getattr(aten, f"_foreach_{name}").Tensor
+    return [sample(lambda x, y, z: op([x, x], [y, y], [z, z], torch.tensor([0.5, 2.0])), (5, 3), (5, 3), POSITIVE)]
 
 
 def fused(name: str, lists: int, **words: Any) -> list[Sample]:
@@ -98,8 +104,17 @@ SAMPLES: dict[str, list[Sample]] = {
         sample(lambda x, y: aten._foreach_norm([x, y], 1), (5, 3), (4,)),
         sample(lambda x, y: aten._foreach_norm([x, y], float("inf")), (5, 3), (4,)),
     ],
-    "aten._fused_adam": fused("_fused_adam_", 3, **ADAM),
-    "aten._fused_adamw": fused("_fused_adamw_", 3, **ADAM),
-    "aten._fused_sgd": fused("_fused_sgd_", 2, **SGD),
-    "aten._fused_adagrad": fused("_fused_adagrad_", 2, **ADAGRAD),
+    **{f"aten._foreach_{name}.Tensor": addc_tensor(name) for name in ("addcmul", "addcdiv")},
+    "aten._amp_foreach_non_finite_check_and_unscale_": [
+        sample(
+            lambda x, y: aten._amp_foreach_non_finite_check_and_unscale_([x, y], FOUND.clone(), HALF),
+            (5, 3),
+            (4,),
+            mutates=(0, 1),
+        ),
+    ],
+    "aten._fused_adam_": fused("_fused_adam_", 3, **ADAM),
+    "aten._fused_adamw_": fused("_fused_adamw_", 3, **ADAM),
+    "aten._fused_sgd_": fused("_fused_sgd_", 2, **SGD),
+    "aten._fused_adagrad_": fused("_fused_adagrad_", 2, **ADAGRAD),
 }

@@ -34,6 +34,10 @@ SAMPLES: dict[str, list[Sample]] = {
     ],
     "aten.nanmedian": [sample(torch.nanmedian, APART), sample(lambda x: x.nanmedian(0), HOLED, partial=False)],
     "aten.mode": [sample(lambda x: x.mode(0), INTS), sample(lambda x: x.mode(1, True), INTS)],
+    "aten.bucketize": [
+        sample(lambda x, b: torch.bucketize(x, b), APART, SORTED, partial=False),
+        sample(lambda x, b: torch.bucketize(x, b, right=True, out_int32=True), APART, SORTED, partial=False),
+    ],
     "aten.searchsorted": [
         sample(torch.searchsorted, SORTED, APART, partial=False),
         sample(lambda s, v: torch.searchsorted(s, v, right=True, out_int32=True), ROWS, APART[:2, :2].clone(), partial=False),

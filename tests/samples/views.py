@@ -110,4 +110,6 @@ SAMPLES: dict[str, list[Sample]] = {
         sample(lambda x, y: aten.cat([x, y], 1), (3, 5), (0,)),
     ],
     "aten.stack": [sample(lambda x, y: aten.stack([x, y], 1), (5, 3), (5, 3)), sample(lambda x, y: aten.stack([x, y]), (), ())],
+    "aten.resize_as_": [sample(lambda x, y: aten.resize_as_(x, y), (5, 3), (5, 3), mutates=(0,))],
+    "aten.set_": [sample(lambda x, y: aten.set_.source_Tensor(x, y) + 0, (5, 3), (5, 3))],
 }
