@@ -150,7 +150,7 @@ def test_the_parts_of_a_dim(coarse: Any, fine: Any, axes: str, parts: Any) -> No
 def test_turns_go_there_and_back(shape: tuple[int, ...]) -> None:
     """The pieces of a group, stacked in its order, make the whole: for every dim, order and stride."""
     x = torch.arange(torch.Size(shape).numel()).view(shape)
-    for dim, axes in product(range(len(shape)), ("a", "b", "ab", "ba")):
+    for dim, axes in product(range(len(shape)), (("a",), ("b",), ("a", "b"), ("b", "a"))):
         layout = Layout.of(MESH, [[cut(n, axes, MESH)] if i == dim else [whole(n)] for i, n in enumerate(shape)])
         names = MESH.sorted_axes(axes)
         parts = parts_of((whole(shape[dim]),), layout.dims[dim], names, MESH)

@@ -273,7 +273,7 @@ def test_ways_in_are_not_asked_twice() -> None:
     x = sw.Bundle([torch.ones(2, 4), torch.ones(3, 4)], requires_grad=True)
 
     def function(x: Any) -> Any:
-        y = sw.DTensor.from_local(x.sin(), mesh, [Shard(0)])
+        y = sw.DTensor.from_local(x.sin(), mesh, [Shard(0)], run_check=True)
         return (y @ sw.distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)])).exp()
 
     with sw.trace_comm() as log:
