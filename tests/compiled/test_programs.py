@@ -20,7 +20,7 @@ from tests.laws import distributed
 from tests.processes.test_programs import MESHES, same_everywhere
 from tests.simulated.test_programs import describe, programs, run
 
-COUNT = int(os.environ.get("SHARDWISE_COMPILED", "12"))
+COUNT = int(os.environ.get("SHARDWISE_COMPILED", "8"))
 
 
 def results(function: Callable[..., Any], inputs: list[Any]) -> list[Tensor]:
