@@ -125,9 +125,11 @@ def close_groups() -> None:
     left to the time-out: its watchdog ends the processes that wait.
     """
     for group in groups():
-        with contextlib.suppress(RuntimeError, ValueError):  # closed already, or not one of a job
-            if group.size() > 1 and "gloo" in dist.get_backend_config(group):
-                group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NEVER).wait(timedelta(milliseconds=1))
+        with contextlib.suppress(ValueError):  # not one of a job
+            gloo = group.size() > 1 and "gloo" in dist.get_backend_config(group)
+            for peer in range(group.size() if gloo else 0):  # a connection that is closed already closes no others
+                with contextlib.suppress(RuntimeError, ValueError):
+                    group.recv([torch.empty(1)], peer, _NEVER).wait(timedelta(milliseconds=1))
 
 
 # ── another rank does not answer ──────────────────────────────────────────────────────────────────────────────────────

@@ -15,12 +15,13 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from .._groups import job_store
+from ..comm.failure import has_ended, this_process
 from ..errors import CompileError
 
 #: Seconds between two signs of life of a rank that compiles.
 BEAT = 1.0
-#: After so many seconds without one it is taken for dead: one that lives may be in code that holds Python's lock for a while,
-#: or on a machine with far too much to do.
+#: After so many seconds without one it is taken for dead, on another host: one that lives may be in code that holds Python's
+#: lock for a while, or on a machine with far too much to do. On this host its process is looked for.
 SILENCE = 30.0
 #: Seconds between two looks: at first, and at most.
 _SOON, _LATER = 0.02, 0.5
@@ -87,6 +88,7 @@ class Election:
             self._post = Post(f"compile/{key}")
             self.leads = self._post.count("claims") == 1
             if self.leads:
+                self._post.put("process", this_process().encode())
                 self._post.put("leader", str(dist.get_rank()).encode())
         except dist.DistError as error:
             raise CompileError(f"rank {dist.get_rank()} cannot ask who compiles program {key}: {_gone(error)}") from None
@@ -128,8 +130,9 @@ class Election:
         beats, self._leader = self._post.counted("beats"), (self._post.get("leader") or b"?").decode()
         if beats != self._heard[0]:
             self._heard = (beats, waited)
-        silent = waited - self._heard[1]
-        if silent > SILENCE:
+        silent, process = waited - self._heard[1], self._post.get("process")
+        ended = None if process is None else has_ended(process.decode())
+        if ended or (ended is None and silent > SILENCE):
             return (
                 f"{self._waiting()} for {waited:.1f} s, and has not heard of it for {silent:.1f} s: its process has ended or "
                 f"hangs; {_REMEDY}"
