@@ -85,6 +85,7 @@ __all__ = [
     "quotient",
     "raw_call",
     "rebuilt",
+    "runs_on_hosts",
     "rule_for",
     "schema",
     "storage_of",
@@ -302,6 +303,11 @@ collectives: Any = torch.ops._c10d_functional
 def composite(func: OpOverload) -> bool:
     """Whether an operator is only a composition of others (seen as itself under inference mode and inside programs)."""
     return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def runs_on_hosts(func: OpOverload) -> bool:
+    """Whether an operator has a kernel for tensors of the CPU, its own or by composition."""
+    return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU"))
 
 
 def overloads(func: OpOverload, name: str) -> list[OpOverload]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 
-from ._torch import dispatch_modes, no_modes, probe, quick_call
+from ._torch import dispatch_modes, no_modes, probe, quick_call, runs_on_hosts
 from .comm import door
 from .comm.debug import compares, digest
 from .comm.direct import is_eager
@@ -236,7 +236,8 @@ def _checks_its_arguments(func: Any, of_floats: bool) -> bool:
     """Whether an operator may be given any values: internal ones trust indices and sizes, and some crash."""
     name = func._schema.name.partition("::")[2]
     internal = "backward" in name or name.startswith("native_") or (name.startswith("_") and not of_floats)
-    return func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags and not internal
+    known = func.namespace == "aten" and runs_on_hosts(func)
+    return known and torch.Tag.nondeterministic_seeded not in func.tags and not internal
 
 
 def _stand_in(value: Any, number: int) -> Any:
