@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .check import a_text, flag, instance
+from .check import flag, instance
 from .comm import Log, door, trace_comm
 from .errors import OperatorError
 from .layout import Layout
@@ -86,8 +86,7 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
     """
     instance(dtensor, DTensor, "visualize_sharding: dtensor", "a DTensor")
     flag(use_rich, "visualize_sharding: use_rich")
-    if header:
-        a_text(header, "visualize_sharding: header")
+    instance(header, str, "visualize_sharding: header", "a text")
     layout: Layout = dtensor._layout
     if not 1 <= layout.ndim <= 2:
         raise OperatorError(f"visualize_sharding draws tensors of one or two dims, got {layout}; take a slice of it")

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise import Mesh, Replicate, Shard, p2p, save
+from shardwise import Mesh, Replicate, Shard, debug, p2p, save
 from shardwise.layout import Factor
 from shardwise.package.manifest import Manifest, Slot
 from shardwise.pipeline.schedule import gpipe
@@ -58,7 +58,7 @@ class World:
 
 def callables() -> Iterator[str]:
     """The names of the public functions and classes, and of the public methods of these, that take arguments."""
-    for prefix, module in (("", sw), ("p2p.", p2p), ("save.", save)):
+    for prefix, module in (("", sw), ("debug.", debug), ("p2p.", p2p), ("save.", save)):
         for name in module.__all__:
             value = getattr(module, name)
             if isinstance(value, type) and not issubclass(value, Exception):
@@ -164,6 +164,7 @@ CALLS: dict[str, Callable[[World], tuple[Any, ...]]] = {
     "capture": lambda w: call(sw.capture, spread),
     "communication": lambda w: call(sw.communication, "forbid", over_bytes=10),
     "compile": lambda w: call(sw.compile, spread, timeout=10.0, fullgraph=True),
+    "debug.visualize_sharding": lambda w: call(debug.visualize_sharding, w.x, "", False),
     "debug_mode": lambda w: call(sw.debug_mode, 10.0, True),
     "distribute_module": lambda w: call(sw.distribute_module, nn.Linear(4, 4), w.mesh),
     "distribute_tensor": lambda w: call(sw.distribute_tensor, torch.ones(8, 4), w.mesh, [Shard(0), Replicate()]),
@@ -355,6 +356,7 @@ NAMED = {
     "Mesh:of": "None",
     "Mesh:device": "device",
     "world": "name",
+    "dtensor": "dtensor",
     "Bundle:stride": "integers None",
     "dims": "own",
     "partials": "axes",
@@ -446,7 +448,7 @@ def trials() -> Iterator[Trial]:
 @cache
 def signature_of(name: str) -> inspect.Signature:
     """The signature of a public callable as it is called: of a method without its first parameter."""
-    scope, found = [("p2p.", p2p), ("save.", save), ("", sw)], None
+    scope, found = [("debug.", debug), ("p2p.", p2p), ("save.", save), ("", sw)], None
     prefix, module = next((prefix, module) for prefix, module in scope if name.startswith(prefix))
     first, _, method = name.removeprefix(prefix).partition(".")
     found = inspect.signature(getattr(getattr(module, first), method) if method else getattr(module, first))

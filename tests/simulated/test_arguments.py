@@ -37,6 +37,23 @@ def test_bad_arguments_are_refused_by_our_errors(world: World) -> None:
 MESH = sw.init_mesh(dp=2, tp=2)
 X = sw.ones(8, 4, mesh=MESH, placements=[sw.Shard(0), sw.Replicate()])
 TEXTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a part of a rank": (lambda: sw.init_mesh(dp=2.5), r"init_mesh: axis dp is an integer from 1 to 1,048,576, got 2\.5"),
+    "more ranks than there are": (lambda: sw.init_mesh(dp=2**31), r"axis dp is an integer .*, got 2147483648"),
+    "no device": (lambda: sw.init_mesh(dp=2, device="nope"), r"device is the name of a device, such as 'cpu' .*, got 'nope'"),
+    "a dtype as text": (
+        lambda: sw.layout((8, 4), MESH, [sw.Shard(0), sw.Replicate()], dtype="float32"),
+        r"layout: dtype is a torch\.dtype, such as torch\.float32, got 'float32'",
+    ),
+    "a negative size": (
+        lambda: sw.layout((-8, 16), MESH, [sw.Shard(0), sw.Replicate()]),
+        r"layout: shape is an integer from 0 to .*, got -8",
+    ),
+    "sizes as text": (lambda: sw.zeros("4", mesh=MESH), r"size is several integers of at least 0, got '4'"),
+    "no tensor": (lambda: sw.distribute_tensor(None, MESH), r"distribute_tensor: tensor is a tensor, got None"),
+    "an order of complex numbers": (
+        lambda: sw.layout((8,), MESH, {"dp": sw.Partial("max")}, torch.complex64),
+        r"torch\.complex64 has no max, so no tensor of it can be pending one on axis 'dp'",
+    ),
     "tensors for layouts": (
         lambda: sw.plan(X, X),
         r"plan: have is a Layout, such as x\.layout .*, got a DTensor float32\[8, 4\]",
