@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
+from collections.abc import Callable
 from itertools import product
 from typing import Any, NamedTuple, NoReturn
 
@@ -198,3 +200,25 @@ def refuse_memory(layout: Layout, what: str) -> NoReturn:
         "model.load_state_dict(load_file(path)). torch.distributed.checkpoint stores the shards of all ranks, and x.to_local() "
         "is this rank's"
     )
+
+
+def refuser(name: str) -> Callable[..., NoReturn]:
+    """A method that reads or writes a tensor by its address, refused."""
+
+    def refused(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse_memory(self._layout, name)
+
+    refused.__doc__ = "Refused: the memory of a DTensor is its ranks'."
+    return refused
+
+
+def for_torch(name: str) -> Callable[[Any], Any]:
+    """A method that gives a tensor's memory to torch's own code, which asks whether it is shared; refused to others."""
+    given, refused = getattr(Tensor, name), refuser(name)
+
+    def method(self: Any) -> Any:
+        asker = sys._getframe(1).f_globals.get("__name__", "")
+        return given(self) if asker.partition(".")[0] in ("torch", "shardwise") else refused(self)
+
+    method.__doc__ = refused.__doc__
+    return method

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import sys
@@ -15,7 +16,7 @@ from ._groups import AsyncTensor
 from ._torch import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, Function, base_of, foreach_type, is_batched, no_torch_function, untraced
 from ._tracer import TAKES_BRANCHES, reader, teach_state_dicts
 from .check import flag
-from .checkpoint import check_loaded, chunk_list, refuse_memory, shard_of, write_items
+from .checkpoint import check_loaded, chunk_list, for_torch, refuser, shard_of, write_items
 from .comm import door
 from .comm.trace import current
 from .dispatch import dispatch
@@ -29,7 +30,7 @@ from .placement import Placement
 from .plan import plan
 from .redistribute import move, move_later, run
 from .targets import check_how, local_layout, target
-from .tools import Tools, maker, wrap, written_at
+from .tools import Tools, copied_view, maker, wrap, written_at
 
 
 @untraced
@@ -248,6 +249,10 @@ class DTensor(torch.Tensor):
             shown = repr(value._layout) if isinstance(value, DTensor) else f"a plain tensor {list(value.shape)}"
             raise OperatorError(f".data of {self._layout} takes a DTensor of its shape and dtype, got {shown}")
         self._local, self._layout = value._local, value._layout
+        if hasattr(self, "_aligned"):  # gradients are to come in the new layout
+            self._aligned.remove()
+            del self._aligned
+            self._align()
 
     # ── writing, copying, pickling ────────────────────────────────────────────────────────────────────────────────────
 
@@ -259,8 +264,9 @@ class DTensor(torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise OperatorError("only a leaf DTensor can be deep-copied; call .detach() first")
-        with torch.no_grad():
-            copied = wrap(DTensor, self._local.clone(), self._layout)
+        with torch.no_grad():  # tensors of this rank that share memory do so in the copy
+            local = door(self.mesh).each(functools.partial(copy.deepcopy, memo=memo), self.mesh, self._local)
+            copied = wrap(DTensor, local, self._layout)
         copied = _like(copied, self.requires_grad, getattr(self, "_is_param", False))
         if self.grad is not None:
             copied.grad = self.grad.__deepcopy__(memo)
@@ -272,16 +278,14 @@ class DTensor(torch.Tensor):
         facts = self.requires_grad, getattr(self, "_is_param", False), door(layout.mesh).place(layout.mesh)
         return _rebuild, (self._local.detach(), layout, *facts)
 
-    def untyped_storage(self) -> Any:
-        """Refused: the memory of a DTensor is its ranks'. (torch's own code asks whether two tensors share theirs.)"""
-        asker = sys._getframe(1).f_globals.get("__name__", "")
-        if asker.partition(".")[0] not in ("torch", "shardwise"):
-            refuse_memory(self._layout, "untyped_storage")
-        return super().untyped_storage()
+    untyped_storage, data_ptr = map(for_torch, ("untyped_storage", "data_ptr"))
+    storage, share_memory_, apply_, map_, map2_ = map(refuser, ("storage", "share_memory_", "apply_", "map_", "map2_"))
 
-    def storage(self) -> Any:
-        """Refused: the memory of a DTensor is its ranks'."""
-        refuse_memory(self._layout, "storage")
+    def __dlpack__(self, **words: Any) -> Any:
+        return self.full_tensor().__dlpack__(**words)
+
+    def __dlpack_device__(self) -> Any:
+        return torch.empty(0, device=self.device).__dlpack_device__()
 
     # ── torch.distributed.checkpoint ──────────────────────────────────────────────────────────────────────────────────
 
@@ -401,6 +405,7 @@ class Severed(DTensor):
     read after a write to what it is a view of."""
 
     severed = True
+    __deepcopy__ = copied_view
     _held: Tensor
     __torch_dispatch__: Any = classmethod(lambda cls, *args, **kwargs: dispatch(DTensor, *args, **kwargs))
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Integral
@@ -68,6 +69,14 @@ def _again(func: Any, args: Any, kwargs: Any, index: int) -> Any:
     with torch.no_grad():
         outs = func(*args, **kwargs)
     return outs[index] if isinstance(outs, list | tuple) else outs
+
+
+def copied_view(x: Any, memo: dict[int, Any]) -> Any:
+    """The deep copy of what `sever` gave: the same view of a copy of what it is a view of."""
+    if id(x) not in memo:
+        func, args, kwargs, index = x._again.args
+        memo[id(x)] = _again(func, *copy.deepcopy((args, kwargs), memo), index)
+    return memo[id(x)]
 
 
 def local_on(cls: Any, tensor: Any, mesh: Mesh) -> tuple[Tensor, Layout]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import itertools
 import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise._torch import decompositions
+from shardwise.errors import OperatorError
 from shardwise.fallback import choose, decompose
 from shardwise.rules.table import find
 from shardwise.signature import signature
@@ -141,3 +144,54 @@ def test_decompositions_that_serve_here_give_what_kernels_give() -> None:
                     warnings.simplefilter("ignore")
                     samples.run_and_back(case, [t.clone() for t in case.tensors])
     assert not mode.wrong and len(mode.counts) > 20
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_softmax_of_integers_is_refused(cut: int) -> None:
+    x = spread(torch.arange(8).reshape(4, 2), MESH, [Shard(cut)])
+    for function in (torch.softmax, torch.log_softmax):
+        with pytest.raises(RuntimeError, match=r"not implemented for|takes floats"):
+            function(x, 1)
+    assert difference(torch.softmax(x, 1, dtype=torch.float32), torch.arange(8.0).reshape(4, 2).softmax(1)) is None
+
+
+@pytest.mark.parametrize("place", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_a_deep_copy_keeps_what_shares_memory_together(place: Any) -> None:
+    x = spread(X, MESH, [place])
+    tensor, row, column = copy.deepcopy([x, x[1], x[:, 2]])
+    tensor.mul_(3)
+    assert difference([tensor, row, column], [3 * X, 3 * X[1], 3 * X[:, 2]]) is None
+    assert difference(x, X) is None
+    view, tensor = copy.deepcopy([x.view(3, 4), x])
+    tensor.mul_(3)
+    assert difference(view, 3 * X.view(3, 4)) is None
+    linear = torch.nn.Linear(3, 2)
+    linear.weight = torch.nn.Parameter(x)
+    both = copy.deepcopy(torch.nn.ModuleList([linear, linear]))
+    assert both[0].weight is both[1].weight and isinstance(both[0].weight, torch.nn.Parameter)
+
+
+@pytest.mark.parametrize("place", [Shard(0), Partial(), Replicate()], ids=str)
+def test_memory_is_given_whole_or_refused(place: Any) -> None:
+    x = spread(X, MESH, [place])
+    assert torch.equal(torch.from_dlpack(x), X) and np.array_equal(np.from_dlpack(x), X.numpy())
+    calls: list[Callable[[], Any]] = [x.share_memory_, x.data_ptr, x.storage, x.untyped_storage]
+    calls += [
+        lambda: x.apply_(abs),
+        lambda: x.map_(x, max),
+        lambda: x.map2_(x, x, max),
+        torch.nn.ParameterList([x]).share_memory,
+    ]
+    for call in calls:
+        with pytest.raises(OperatorError, match="has no memory of its own"):
+            call()
+
+
+def test_gradients_follow_a_layout_that_was_changed_by_data() -> None:
+    p = torch.nn.Parameter(spread(X, MESH, [Shard(0)]))
+    (p * Y).sum().backward()
+    assert p.grad.placements == (Shard(0),)
+    p.grad = None
+    p.data = p.data.redistribute(placements=[Shard(1)])
+    (p * Y).sum().backward()
+    assert p.grad.placements == (Shard(1),) and difference(p.grad, Y) is None
