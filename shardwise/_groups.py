@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from datetime import timedelta
 from typing import Any
 
@@ -47,25 +46,24 @@ def job_timeout() -> timedelta:
     return min(found, default=_c10d._get_default_timeout(_c10d.Backend(_c10d._world.pg_map[job][0])))
 
 
-def group_over(ranks: tuple[int, ...]) -> Any:
-    """The process group over these ranks in this order, made if it is not there yet; only they come together.
+def new_group(ranks: tuple[int, ...], name: str) -> Any:
+    """A process group of that name over these ranks in this order; only they come together.
 
     The public function names a group by the number of groups that this process made before. Ranks that are in different meshes
     differ in that, and would wait for each other under different names forever. Before torch 2.13 it also sorts the ranks.
     """
-    if ranks == tuple(range(_c10d.get_world_size())):
-        return _c10d.GroupMember.WORLD
-    name = "sw:" + hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
     job = _c10d.GroupMember.WORLD
-    known = {given: group for group, given in _c10d._world.pg_names.items()}
-    if name in known:
-        return known[name]
     backend, store = _c10d._world.pg_map[job]
     words = {"timeout": job_timeout(), "device_id": job.bound_device_id}
     place = ranks.index(job.rank())
     made, _ = _c10d._new_process_group_helper(len(ranks), place, list(ranks), backend, store, name, **words)
     _c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
+
+
+def free_group(group: Any) -> None:
+    """End a process group that `new_group` made, with its threads; its ranks do so in the same order."""
+    torch.distributed.destroy_process_group(group)
 
 
 def current_device_mesh() -> Any:

@@ -26,10 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._groups import current_device_mesh, group_over
+from ._groups import current_device_mesh
 from ._torch import OpaqueBaseMeta, constant_type
 from .check import a_device, a_text, choice, instance, integer, integers, optional, refuse, several, shown
 from .errors import MeshError
+from .held import group_over
 from .memo import CHOICES, cache_clear, intern, memo
 
 _meshes: WeakValueDictionary[tuple[Any, ...], Mesh] = WeakValueDictionary()
@@ -90,12 +91,12 @@ class Mesh(metaclass=OpaqueBaseMeta):
     ranks: tuple[int, ...]
     device: str
     world: str
+    root: Mesh
     slow: tuple[str, ...]
     explicit: bool
     # The one fact of a root that changes. It is no part of its identity: a group that becomes known makes other plans possible
     # and no layout another, so tensors made before and after stay on one mesh. Like the groups, it belongs to one process.
     _flattened: set[frozenset[str]]
-    _of: Mesh | None
     _groups_of: dict[tuple[int, tuple[str, ...]], tuple[int, ...]]
 
     def __new__(  # noqa: PLR0913  a mesh is these facts
@@ -125,15 +126,11 @@ class Mesh(metaclass=OpaqueBaseMeta):
     @classmethod
     def _build(cls, *content: Any) -> Mesh:
         self = super().__new__(cls)
-        self.axes, self.shape, self.ranks, self.device, self.world, self._of, self.slow, self.explicit = content
+        self.axes, self.shape, self.ranks, self.device, self.world, of, self.slow, self.explicit = content
+        self.root = self if of is None else of  # a cycle, so that meshes end when these are collected
         self._flattened, self._groups_of = set(), {}
         self.axis_sizes, self.ndim, self._size  # noqa: B018  a traced program reads only what is there already
         return self
-
-    @property
-    def root(self) -> Mesh:
-        """The mesh that this one names some axes of; itself, if it names all."""
-        return self if self._of is None else self._of  # no attribute: a mesh that holds itself is never freed
 
     @staticmethod
     def from_torch(device_mesh: Any) -> Mesh:
@@ -256,12 +253,13 @@ class Mesh(metaclass=OpaqueBaseMeta):
         return self.coordinates[self.here()][self.axes.index(axis)]
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """The process group over one axis that this process is in; collective over that group, if it was not used before."""
+        """The process group over one axis that this process is in, for as long as the mesh is held; collective over that
+        group, if it was not used before."""
         self._refuse_peer(sys._getframe(1).f_globals.get("__name__", ""))
         axis = self._axis(mesh_dim)
         if self.world == "simulated":
             raise MeshError(f"mesh {self} is simulated: there is no process group over axis {axis!r}; start it with torchrun")
-        return group_over(tuple(self.ranks[peer] for peer in self.peers(self.here(), (axis,))))
+        return group_over(tuple(self.ranks[peer] for peer in self.peers(self.here(), (axis,))), self.root)
 
     def get_all_groups(self) -> list[Any]:
         """The process groups over each axis that this process is in."""

@@ -7,18 +7,21 @@ that is not in a mesh holds shapes (`Absent`) and communicates nothing.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._groups import AsyncTensor, group_over
+from .._groups import AsyncTensor
 from .._torch import collectives, dispatch_modes
 from ..errors import OperatorError, WorldError
+from ..held import group_over
 from ..layout import PerRank
 from ..mesh import Mesh, index_of
 from .absent import Absent, absent, refuse
@@ -96,15 +99,26 @@ class Group(NamedTuple):
     process: Callable[[], Any] | None = None
 
 
+class Seat:
+    """Where this rank stands in a root mesh (-1: nowhere), its groups by their axes, whether all of them are made, and those
+    whose ranks have met."""
+
+    __slots__ = ("groups", "met", "place", "ready")
+
+    def __init__(self, place: int | None) -> None:
+        self.place = -1 if place is None else place
+        self.groups: dict[tuple[str, ...], Group] = {}
+        self.met: set[tuple[str, ...]] = set()
+        self.ready = False
+
+
 class Processes:
     """The door to the running torch.distributed job."""
 
     def __init__(self) -> None:
         self._job: Callable[[], Any] = lambda: None
-        self._groups: dict[tuple[Mesh, tuple[str, ...]], Group] = {}
-        self._places: dict[Mesh, int] = {}
-        self._ready: set[Mesh] = set()
-        self._met: set[str] = set()
+        self._seats: WeakKeyDictionary[Mesh, Seat] = WeakKeyDictionary()  # by roots: a mesh that nobody holds is forgotten
+        self._joining = threading.RLock()
         self._assumed: dict[str, list[Assumed]] = {}
         self._checked: set[tuple[str, str]] = set()
 
@@ -113,20 +127,21 @@ class Processes:
         job = dist.group.WORLD
         if job is None or self._job() is not job:
             self._join(job, mesh)
-        found = self._groups.get((mesh.root, axes))
-        return self._make(mesh.root, axes) if found is None else found
+        seat = self._seat(mesh.root)
+        found = seat.groups.get(axes)
+        return self._make(mesh.root, axes, seat) if found is None else found
 
     @guarded
     def ready(self, mesh: Mesh) -> None:
         """Make every group that a plan on the mesh may use; collective over the mesh."""
-        if self.place(mesh) < 0 or (mesh.root in self._ready and not mesh.explicit):
+        if self.place(mesh) < 0 or (self._seat(mesh.root).ready and not mesh.explicit):
             return
-        self._ready.add(mesh.root)
         axes = [axis for axis, n in mesh.root.axis_sizes.items() if n > 1]
         for count in range(1, len(axes) + 1):
             for chosen in combinations(axes, count):
                 if mesh.usable(chosen):
                     self.prepare(mesh, chosen)
+        self._seat(mesh.root).ready = True
 
     def traced(self, x: Tensor) -> bool:
         """Whether the tensor is not an ordinary one, or something records what is done to it."""
@@ -139,41 +154,42 @@ class Processes:
                 f"mesh {mesh} lives in a torch.distributed job, and none is running; call "
                 "torch.distributed.init_process_group() first, or make the mesh inside sw.simulate(n)"
             )
-        for group in self._groups.values():
-            forget(group.alias)
-        self._groups.clear()
-        self._places.clear()
-        self._ready.clear()
-        self._met.clear()
-        self._assumed.clear()
-        self._checked.clear()
-        self._job = weakref.ref(job)
+        with self._joining:
+            if self._job() is job:
+                return  # another thread was quicker
+            for group in [group for seat in list(self._seats.values()) for group in seat.groups.values()]:
+                forget(group.alias)
+            self._seats.clear()
+            self._assumed.clear()
+            self._checked.clear()
+            self._job = weakref.ref(job)
         if in_job():
             joined()
 
-    def _make(self, root: Mesh, axes: tuple[str, ...]) -> Group:
-        place = self.place(root)
-        places = root.peers(place, axes) if place >= 0 else ()
+    def _seat(self, root: Mesh) -> Seat:
+        found = self._seats.get(root)
+        if found is None:
+            with self._joining:
+                found = self._seats.setdefault(root, Seat(root.place(dist.get_rank())))
+        return found
+
+    def _make(self, root: Mesh, axes: tuple[str, ...], seat: Seat) -> Group:
+        places = root.peers(seat.place, axes) if seat.place >= 0 else ()
         group = Group(root.alias(axes), len(places))
         if group.size > 1:
-            made = group_over(tuple(root.ranks[place] for place in places))
+            made = group_over(tuple(root.ranks[place] for place in places), root)
             found = weakref.ref(made)
             hosts = found if root.device == "cpu" and dist.get_backend(made) == "gloo" else None
             group = Group(group.alias, group.size, hosts, found)
             register(group.alias, made)
-        self._groups[root, axes] = group
-        return group
+        return seat.groups.setdefault(axes, group)
 
     def place(self, mesh: Mesh) -> int:
         """Where this rank stands in the mesh."""
         job = dist.group.WORLD
         if job is None or self._job() is not job:
             self._join(job, mesh)
-        root = mesh.root
-        if root not in self._places:
-            place = root.place(dist.get_rank())
-            self._places[root] = -1 if place is None else place
-        return self._places[root]
+        return self._seat(mesh.root).place
 
     # ── collectives ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -257,9 +273,10 @@ class Processes:
     def _post(self, batch: Batch) -> Any:
         """The process group that carries a batch. Where its ranks must all meet before some of them send, they do so once."""
         group = self.prepare(batch.mesh, batch.axes)
-        made = group_over((dist.get_rank(),)) if group.process is None else group.process()
-        if batch.mesh.device != "cpu" and group.alias not in self._met and not batch.alone:
-            self._met.add(group.alias)
+        made = group_over((dist.get_rank(),), batch.mesh.root) if group.process is None else group.process()
+        met = self._seat(batch.mesh.root).met
+        if batch.mesh.device != "cpu" and batch.axes not in met and not batch.alone:
+            met.add(batch.axes)
             made.allreduce([torch.zeros(1, device=batch.mesh.device)]).wait()
         return made
 
