@@ -111,12 +111,16 @@ def set_rng_state(state: State) -> None:
 Agree = Callable[[str, bool], None]
 
 
+#: Generators of the user's of which it is known that the ranks have compared them.
+_MOST_GENERATORS = 256
+
+
 class _Compared:
     """Which seeds the ranks of each mesh have compared since torch was last seeded, and one that follows from such a seed."""
 
     def __init__(self) -> None:
         self.seeds: WeakKeyDictionary[Mesh, set[int]] = WeakKeyDictionary()
-        self.generators: WeakKeyDictionary[Generator, WeakSet[Mesh]] = WeakKeyDictionary()
+        self.generators: dict[Generator, WeakSet[Mesh]] = {}  # a few, the oldest leave: torch 2.11 has no weak ones
         self.derived: int | None = None
 
 
@@ -164,6 +168,8 @@ def _key_from(generator: Generator, mesh: Mesh | None, agree: Agree | None) -> t
     first, second = drawn.tolist()
     if agree is not None and mesh is not None:
         compared = _compared.generators.setdefault(generator, WeakSet())
+        if len(_compared.generators) > _MOST_GENERATORS:
+            del _compared.generators[next(iter(_compared.generators))]
         agree(f"a generator with seed {generator.initial_seed()} that draws {first}", mesh not in compared)
         compared.add(mesh)
     return first, second

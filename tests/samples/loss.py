@@ -94,6 +94,14 @@ SAMPLES: dict[str, list[Sample]] = {
         sample(nll(aten.nll_loss2d_backward, MEAN), (), (3, 3, 1, 3), targets2d, weights[:3], total),
         sample(nll(aten.nll_loss2d_backward, NONE, 1, weight=False), (3, 1, 3), (3, 3, 1, 3), targets2d, total),
     ],
+    "aten.multi_margin_loss": [
+        sample(lambda x, y, w: aten.multi_margin_loss(x, y, 1, 0.5, w, MEAN), (5, 3), classes, weights[:3]),
+        sample(lambda x, y: aten.multi_margin_loss(x, y, 2, 1.0, None, NONE), (5, 3), classes),
+    ],
+    "aten.multilabel_margin_loss_forward": [
+        sample(lambda x, y: aten.multilabel_margin_loss_forward(x, y, MEAN), (5, 3), labels),
+        sample(lambda x, y: aten.multilabel_margin_loss_forward(x, y, NONE), (5, 3), labels),
+    ],
     "aten.multi_margin_loss_backward": [
         sample(partial(margin_gradient, MEAN), (), (5, 3), classes, weights[:3]),
         sample(partial(margin_gradient, NONE), (5,), (5, 3), classes, weights[:3]),
