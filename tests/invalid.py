@@ -30,6 +30,7 @@ _INTERNAL = "_unsafe_masked_index _unsafe_masked_index_put_accumulate _softmax_b
 UNDEFINED = {
     **dict.fromkeys(f"{_CRASHES} _batch_norm_with_update".split(), "torch crashes"),
     **dict.fromkeys(_STRAYS.split(), "torch reads memory that is not its own"),
+    "to_sparse": "its result has no elements to compare",
     **dict.fromkeys(_INTERNAL.split(), "only formulas of torch's own call it, with arguments that fit"),
 }
 #: Of sequences that are not sorted, every rank finds another place.
