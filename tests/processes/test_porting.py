@@ -89,7 +89,7 @@ def torchs_own() -> list[Any]:
     assert mesh == mesh.to_torch() and sw.Mesh.from_torch(mesh.to_torch()) is mesh
     want = trained(make())
     for got in (fully_shard(make(), mesh=mesh.to_torch()), parallelize_module(make(), mesh.to_torch(), plan)):
-        torch.testing.assert_close(trained(got), want)
+        torch.testing.assert_close(trained(got), want, rtol=1e-5, atol=1e-6)
     return texts
 
 
