@@ -13,7 +13,6 @@ import hashlib
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from contextvars import ContextVar
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -32,10 +31,11 @@ from .check import a_device, a_text, choice, instance, integer, integers, option
 from .errors import MeshError
 from .held import group_over
 from .memo import CHOICES, cache_clear, intern, memo
+from .setting import Setting
 
 _meshes: WeakValueDictionary[tuple[Any, ...], Mesh] = WeakValueDictionary()
-#: The meshes whose `with` blocks this is in, the innermost last.
-_entered: ContextVar[tuple[Mesh, ...]] = ContextVar("shardwise.meshes", default=())
+#: The mesh whose `with` block this is in.
+_current: Setting[Mesh | None] = Setting("mesh", None, reaches_threads=True)
 #: What a mesh may be told about its groups, by whether they must be made explicitly.
 _GROUPS = ("auto", "explicit")
 #: More ranks than any job has: a number of ranks above this is a mistake, and counting them would take long.
@@ -62,7 +62,7 @@ def chosen(mesh: Mesh | Any = None) -> Mesh:
     ...     chosen()
     Mesh(tp=2)
     """
-    given = next(reversed(_entered.get()), None) or current_device_mesh() if mesh is None else mesh
+    given = _current.get() or current_device_mesh() if mesh is None else mesh
     if given is None:
         raise MeshError("no mesh is given and none is current; give one, or enter one (`with mesh:`)")
     return Mesh.from_torch(given)
@@ -283,12 +283,12 @@ class Mesh(metaclass=OpaqueBaseMeta):
         return flat
 
     def __enter__(self) -> Mesh:
-        """In the block this is the current mesh: the one that is meant where none is given."""
-        _entered.set((*_entered.get(), self))
+        """In the block, and in threads and tasks that it starts, this is the current mesh: meant where none is given."""
+        _current.enter(self, sys._getframe(1))
         return self
 
     def __exit__(self, *_: object) -> None:
-        _entered.set(_entered.get()[:-1])
+        _current.leave(self)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -19,7 +19,6 @@ from ._groups import AsyncTensor
 from ._torch import collectives, is_alias, keep_alive
 from ._tracer import keep_in_their_part
 from .comm import Door, PerRank, door
-from .comm.context import Setting
 from .comm.door import check_pieces
 from .comm.groups import deferred
 from .comm.policy import check
@@ -44,6 +43,7 @@ from .layout import Layout
 from .memo import memo
 from .mesh import Mesh, quote
 from .plan import Plan, plan
+from .setting import Setting
 from .step import Step
 from .transfer import transfer
 

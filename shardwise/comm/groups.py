@@ -24,9 +24,10 @@ from ..errors import OperatorError, WorldError
 from ..held import group_over
 from ..layout import PerRank
 from ..mesh import Mesh, index_of
+from ..setting import Setting
 from .absent import Absent, absent, refuse
 from .agree import agree
-from .context import Setting, caller
+from .context import caller
 from .direct import all_gather as direct_all_gather
 from .direct import all_reduce as direct_all_reduce
 from .direct import is_eager

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from .context import Setting
+from ..setting import Setting
 
 #: Called with the alias of a group, the kind of a collective, its tensors, and how many rows go to and come from each rank if
 #: they say so; the collective runs inside what it gives.

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from ..check import choice, integer
 from ..errors import CommunicationError
-from .context import Line, Setting, caller
+from ..setting import Setting
+from .context import Line, caller
 
 MODES = ("auto", "warn", "forbid")
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..layout import PerRank
 from ..mesh import Mesh, group_named
-from .context import Setting, caller
+from ..setting import Setting
+from .context import caller
 from .door import Around, Counts, Door
 from .listener import asked, expected
 from .messages import Batch

@@ -11,7 +11,7 @@ from typing import Any
 from .._torch import tracing_context, tree_leaves, veto_cache
 from ..errors import CompileError
 from ..layout import Layout, PerRank
-from .context import Setting
+from ..setting import Setting
 
 #: Whether only programs that are the same on every rank may be traced.
 only_alike: Setting[bool] = Setting("only alike", False)

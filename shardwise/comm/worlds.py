@@ -15,7 +15,7 @@ from .._torch import tracing_context
 from ..check import a_device, a_text, integer, integers, optional, several, shown
 from ..errors import MeshError
 from ..mesh import MOST_RANKS, Mesh, root_meshes
-from .context import Setting
+from ..setting import Setting
 from .debug import watched_door
 from .door import Door
 from .groups import Processes
