@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ._torch import tracing_context
 from ._tracer import before_taken_apart
-from .comm import door
 from .errors import OperatorError
 from .tensor import DTensor
+from .tools import Tools
 
 aten = torch.ops.aten
 
@@ -25,8 +25,7 @@ def _one_hot(go_on: Callable[..., Any], x: Tensor, num_classes: int = -1) -> Any
         x = x.redistribute(placements=x._layout.reduced())
         if not x.numel() and num_classes < 1:
             raise OperatorError(f"one_hot of {x._layout}: without elements it does not tell how many classes there are")
-        if x.device.type == "cpu":  # other devices run ahead
-            door(x.mesh).each(partial(_check_classes, num_classes), x.mesh, x._local)
+        Tools(DTensor).look(partial(_check_classes, num_classes), x)
     return go_on(x, num_classes)
 
 

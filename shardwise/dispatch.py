@@ -188,7 +188,7 @@ class Exact:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pairs = ((at, value) for at, value in (*enumerate(args), *kwargs.items()) if at not in self.spread)
-        if not any(_is_unbounded(value, at == self.divisor) for at, value in pairs):
+        if not any(_is_unbounded(value, at == self.divisor, self.known.mesh) for at, value in pairs):
             return self.call(*args, **kwargs)
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         target = given[0]
@@ -213,10 +213,13 @@ def _passes_by_number(known: Known, given: Arguments) -> bool:
     return numbers and any(layout is not None and layout.partials for layout in (*given.layouts, *decision.results))
 
 
-def _is_unbounded(value: Any, divides: bool) -> bool:
-    """Whether a number, or a tensor without dims on this host, is infinite or nan, or is 0 and divides."""
+def _is_unbounded(value: Any, divides: bool, mesh: Mesh) -> bool:
+    """Whether a number, or a tensor without dims on this host, is infinite or nan, or is 0 and divides. A rank outside the mesh
+    has no tensor to look at, and takes no part in what is done then."""
     if isinstance(value, Tensor):
         if value.ndim or value.device.type != "cpu" or dispatch_modes() or not hasattr(value, "tolist"):
+            return False
+        if door(mesh).place(mesh) < 0:
             return False
         value = value.tolist()
     return type(value) in (int, float, complex) and (value - value != 0 or (divides and value == 0))

@@ -170,6 +170,16 @@ class Tools:
         locals_ = [a._local if isinstance(a, self.cls) else a for a in args]
         return door(mesh).each(kernel, mesh, *locals_)
 
+    def look(self, check: Callable[[Tensor], None], x: Any) -> None:
+        """Have every rank look at what it holds of a tensor, where there are values to look at: not in a trace, nor on a rank
+        outside the mesh; and no device that runs ahead is waited for."""
+        if tracing_context() is not None or x.device.type != "cpu":
+            return
+        if not self.is_distributed(x):
+            check(x)
+        elif door(x._layout.mesh).place(x._layout.mesh) >= 0:
+            self.each(check, x._layout.mesh, x)
+
     def number(self, value: PerRank, mesh: Mesh) -> Tensor:
         """A number of each rank, as a local 0-d tensor."""
         return door(mesh).number(value, mesh)

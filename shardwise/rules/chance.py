@@ -134,11 +134,9 @@ def _uniform_beside(tools: Any, p: Any, layout: Layout, generator: Any) -> Any:
 
 
 def _checked(tools: Any, x: Any, holds: Callable[[Tensor], Tensor], text: str) -> Any:
-    """A parameter with nothing pending: every rank looks at what it holds of it, but waits for no device that runs ahead."""
+    """A parameter with nothing pending, whose values hold what they must."""
     x = tools.move(x, tools.layout(x).reduced()) if tools.is_distributed(x) else x
-    if tracing_context() is None and x.device.type == "cpu":
-        look = partial(_look, holds, text)
-        tools.each(look, tools.layout(x).mesh, x) if tools.is_distributed(x) else look(x)
+    tools.look(partial(_look, holds, text), x)
     return x
 
 

@@ -261,6 +261,8 @@ READS |= {"aten.binomial", "aten._sample_dirichlet", "aten._standard_gamma", "at
 READS |= {"aten.masked_select", "aten.masked_scatter", "aten.masked_scatter_backward", "aten._linalg_check_errors"}
 READS |= {"aten.linalg_cholesky_ex", "aten.linalg_inv_ex"}  # with errors checked
 READS |= {"aten.multi_margin_loss_backward", "aten.multilabel_margin_loss_backward"}
+READS |= {"aten._amp_foreach_non_finite_check_and_unscale_"}  # writes what it finds to a plain tensor
+READS |= {"aten._fused_adagrad_"}  # of tensors in several layouts: the form of it that writes to none has no kernel for shapes
 
 
 def run_samples() -> list[str]:
