@@ -352,7 +352,8 @@ def constant_type(cls: type) -> None:
     """Let objects of a class stand in traced programs as constants, like ints: what they are asked is answered while tracing.
     torch 2.11 wants classes of a metaclass of its own (`OpaqueBaseMeta`) for that."""
     own = ("__getitem__", "__or__", "__and__", "__invert__", "__eq__", "__ne__")
-    members = {name: MemberType.USE_REAL for name in dir(cls) if not name.startswith("_") or name in own}
+    names = [*dir(cls), *vars(cls).get("__annotations__", ())]  # attributes that only instances have are annotated
+    members = {name: MemberType.USE_REAL for name in names if not name.startswith("_") or name in own}
     register_opaque_type(cls, typ="value", members=members)
 
 

@@ -127,8 +127,8 @@ class Pool:
         failed = {rank: reply for rank, reply in replies.items() if reply.error}
         silent = [rank for rank in range(self.size) if rank not in replies]
         standing = [f"rank {rank} stands here:\n{self._stack(rank)}" for rank in silent]
-        if silent or 0 < len(failed) < self.size:
-            # Some ranks may be ahead of others in the sequence of collectives: the group is of no more use.
+        if silent or 0 < len(failed) < self.size or not all(process.is_alive() for process in self._processes):
+            # Some ranks may be ahead of others in the sequence of collectives, or gone: the group is of no more use.
             self.close()
         for rank, reply in failed.items():
             reply.error.add_note(f"on rank {rank} of {self.size}, in {name}:\n{reply.traceback}")
