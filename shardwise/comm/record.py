@@ -97,7 +97,8 @@ def logs() -> tuple[Log, ...]:
 @contextlib.contextmanager
 def trace_comm() -> Iterator[Log]:
     """Record every communication inside the block, that of programs which were captured, compiled or loaded too. (Of simulated
-    ranks such a program is one of one process, which communicates nothing.)
+    ranks such a program is one of one process, which communicates nothing.) On processes, a program whose threads communicate
+    enters a first block before it starts them.
 
     >>> with trace_comm() as log:
     ...     pass

@@ -64,7 +64,7 @@ def test_fifty_meshes_made_and_dropped(pool: Callable[[int], Pool]) -> None:
 
 @pytest.mark.slow
 def test_a_thousand_meshes_made_and_dropped(pool: Callable[[int], Pool]) -> None:
-    pool(4).run(makes_and_drops, 1000)
+    pool(4).run(makes_and_drops, 1000, timeout=900)
 
 
 def keeps_what_is_held() -> None:

@@ -8,16 +8,19 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_group
 
 import shardwise as sw
 from shardwise import Shard
 from shardwise._torch import collectives
 from shardwise.comm import Processes
+from shardwise.comm.listener import Listener
 from tests.processes.pool import Pool
 
 
 def communicates_under_listeners(turns: int) -> None:
-    """One thread runs collectives by an alias, as compiled programs do, while another enters and leaves `trace_comm`."""
+    """One thread runs collectives by an alias, as compiled programs do, while another enters and leaves `trace_comm`. The first
+    block is entered before."""
     mesh = sw.init_mesh(tp=dist.get_world_size())
     alias, ended, entered = Processes().prepare(mesh, ("tp",)).alias, threading.Event(), []
 
@@ -30,9 +33,13 @@ def communicates_under_listeners(turns: int) -> None:
     sys.setswitchinterval(1e-6)
     threads = [threading.Thread(target=listens)]
     try:
-        for thread in threads:
-            thread.start()
+        with sw.trace_comm():
+            for thread in threads:
+                thread.start()
         for turn in range(turns):
+            assert isinstance(resolve_group(alias), Listener), (
+                "stays while there are other threads, for them not to see it change"
+            )
             x = torch.full((3,), float(turn))
             got = collectives.wait_tensor(collectives.all_reduce(x, "sum", alias))
             assert got.tolist() == [turn * dist.get_world_size()] * 3
@@ -45,6 +52,7 @@ def communicates_under_listeners(turns: int) -> None:
     with sw.trace_comm() as log:
         collectives.wait_tensor(collectives.all_reduce(torch.ones(3), "sum", alias))
     assert log.counts() == {"all_reduce": 1}
+    assert isinstance(resolve_group(alias), Listener) == (threading.active_count() > 1), "costs nothing afterwards"
 
 
 def test_an_alias_always_leads_to_a_group(pool: Callable[[int], Pool]) -> None:
