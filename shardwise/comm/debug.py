@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -43,7 +44,8 @@ def debug_mode(timeout: float | None = None, lines: bool = True) -> Iterator[Non
     `timeout` is for how many seconds a rank that lives is waited for: by default, the time-out of the job. `lines=False` lets
     ranks meet from different lines. All ranks of the job enter and leave the block together. Programs that were captured,
     compiled or loaded from a package are compared too. So are, outside of these, the values of plain tensors that operators
-    take for replicated, and what random numbers are made of. Not seen are the collectives that the program asks of
+    take for replicated, and what random numbers are made of. A rank that adds infinities or nan up warns, once for a line: such
+    sums may differ from those of one device. Not seen are the collectives that the program asks of
     torch.distributed itself, and the making of groups. A rank that skips one of several communications of the same line and
     shapes is found when it leaves the block. In a simulated world there is nothing to compare.
 
@@ -163,7 +165,7 @@ def _overheard(session: Session, alias: str, kind: str, tensors: Sequence[Tensor
         rest, dtype = tensors[0].shape[1:], tensors[0].dtype
         send, receive = (dict(zip(ranks, ([((n, *rest), dtype)] for n in counts), strict=True)) for counts in (going, coming))
         post = post._replace(value="", send=parcels(send), receive=parcels(receive))
-    with _together(session, post, ranks):
+    with _together(session, post, ranks, tensors):
         yield
 
 
@@ -182,10 +184,13 @@ def heard() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _together(session: Session, post: Post, ranks: Sequence[int]) -> Iterator[None]:
-    """Around a communication of these ranks: before it they compare, and what goes wrong in it says where."""
+def _together(session: Session, post: Post, ranks: Sequence[int], tensors: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Around a communication of these ranks: before it they compare, and what goes wrong in it says where. What is communicated
+    is looked at if it is added up."""
     if len(ranks) > 1:
         session.agree(post, [ranks], session.fields)
+        if post.kind.endswith(("(sum)", "(avg)")):
+            _tell_unbounded(session, post, tensors)
     try:
         with asked.set(True):
             yield
@@ -197,6 +202,21 @@ def _together(session: Session, post: Post, ranks: Sequence[int]) -> Iterator[No
             raise MismatchError(why) from error
         error.add_note(f"in {post}")
         raise
+
+
+def _tell_unbounded(session: Session, post: Post, tensors: Sequence[Tensor]) -> None:
+    """Warn, on this rank and once for a line, where summands are not finite: an operator may have been applied to each of them
+    that one device applies to their sum."""
+    if post.line in session.warned or all(x.is_meta or bool(x.isfinite().all()) for x in tensors):
+        return
+    session.warned.add(post.line)
+    warnings.warn(
+        f"{post}: what rank {session.rank} adds up holds inf or nan. Where operators ran on summands before they were "
+        "added up, the result may be nan where one device gives a number (inf - inf, inf * 0); where it matters, add up "
+        "before such an operator, with x.redistribute(placements=[Replicate()])",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 # ── the door ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -225,7 +245,7 @@ class Checker(Around):
         value = words.pop("value", None)
         value = shown(x.shape, x.dtype) if value is None else value
         post = Post(kind, self._operator, group_text(mesh, axes), value, *_lines(), **words)
-        return _together(self._session, post, self._ranks(mesh, axes))
+        return _together(self._session, post, self._ranks(mesh, axes), [x])
 
     def _ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks of this rank's group, in its order; none if it is not in the mesh."""

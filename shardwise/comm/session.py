@@ -185,6 +185,7 @@ class Session:
         number = _sessions[dist.group.WORLD] = _sessions.get(dist.group.WORLD, 0) + 1
         self.job, self.rank, self.timeout = dist.group.WORLD, dist.get_rank(), timeout
         self.fields = tuple(name for name in MUST if lines or name != "line")
+        self.warned: set[str] = set()  # lines of sums that are not finite
         self._store: Any = job_store(f"shardwise/debug/{number}")
         self._came: Counter[str] = Counter()
         self._step = 0

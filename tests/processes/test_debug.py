@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import random
 import re
 import socket
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -388,3 +390,24 @@ def test_captured_programs_are_compared(pool: Any) -> None:
 def test_compiled_programs_are_compared(pool: Any, how: str) -> None:
     """Also those that were compiled before; by the line that calls the program."""
     check_programs(pool(4).run(run_programs, how), r"all_gather of f32\[2, 2\] over dp of .* at test_debug.py:\d+ \(from")
+
+
+def warned_of_sums() -> list[str]:
+    mesh = sw.init_mesh(tp=2)
+    x = sw.distribute_tensor(torch.tensor([[1.0, 2.0]]), mesh, [Shard(1)])
+    weights = [sw.distribute_tensor(torch.tensor([[1.0], [last]]), mesh, [Shard(0)]) for last in (3.0, math.inf)]
+    with warnings.catch_warnings(record=True) as told, sw.debug_mode():
+        warnings.simplefilter("always")
+        (x @ weights[0]).full_tensor()
+        x.redistribute(placements=[Replicate()])
+        for _ in range(3):
+            (x @ weights[1]).full_tensor()
+        (x @ weights[1]).full_tensor()
+    return [str(warning.message) for warning in told if warning.category is RuntimeWarning]
+
+
+def test_sums_that_are_not_finite_are_told_once_for_a_line(pool: Any) -> None:
+    first, second = pool(2).run(warned_of_sums)
+    assert not first
+    assert len(second) == 2 and all("all_reduce(sum)" in text and "rank 1" in text for text in second), second
+    assert all("test_debug.py:" in text and "redistribute" in text for text in second), second
