@@ -59,6 +59,7 @@ __all__ = [
     "excludes",
     "flex_operators",
     "foreach_type",
+    "format_like",
     "hint",
     "in_order",
     "inductor_pass",
@@ -112,6 +113,9 @@ decompositions: dict[Any, Any] = torch._decomp.decomposition_table
 
 #: In the block operators skip what autograd would do, which costs more than some of them.
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd
+
+#: Which memory format the strides of a tensor are like, contiguous or not; the public function asks for one and for both.
+format_like: Any = torch._prims_common.suggest_memory_format
 
 #: How many dispatch modes (tracers, say) see the operators that run now; no public function tells.
 dispatch_modes: Any = torch._C._len_torch_dispatch_stack

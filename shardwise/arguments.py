@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 
-from ._torch import dispatch_modes, no_modes, probe, quick_call, runs_on_hosts
+from ._torch import dispatch_modes, format_like, no_modes, probe, quick_call, runs_on_hosts
 from .comm import door
 from .comm.debug import compares, digest
 from .comm.direct import is_eager
@@ -24,6 +24,7 @@ from .tools import local_on
 
 #: Lists of these enter a key whole.
 WHOLE = frozenset((int, bool, SymInt))
+_CONVOLUTIONS = frozenset((torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default))
 _quick_calls = new_cache("calls", limit=4096)
 
 
@@ -150,7 +151,24 @@ def _on_one_device(func: Any, arguments: dict[str, Any]) -> tuple[Result, ...]:
         raise
     several = outs if isinstance(outs, list | tuple) else (outs,)
     flat = [t for out in several for t in (out if isinstance(out, list | tuple) else (out,))]
+    if func in _CONVOLUTIONS:
+        flat = _as_convolved(flat, arguments["input"], arguments["weight"])
     return tuple(Result(tuple(t.shape), t.stride(), t.dtype) for t in flat if isinstance(t, Tensor))
+
+
+def _as_convolved(outs: list[Any], x: Layout, weight: Layout) -> list[Any]:
+    """Results of a convolution in the memory format that its kernels give them: channels_last if the input or the weight are.
+    Kernels for tensors without data have another rule."""
+    formats = {format_like(_without_data(layout)) for layout in (x, weight)} - {torch.contiguous_format}
+    dims = len(x.shape)
+    if x.dtype is torch.float64 and (x.mesh.device != "cpu" or dims > 4):  # kernels of which want it contiguous
+        formats = set()
+    chosen = next(iter(formats), torch.contiguous_format)
+    has_format = [isinstance(out, Tensor) and out.ndim == dims for out in outs]
+    return [
+        torch.empty(out.shape, dtype=out.dtype, device="meta", memory_format=chosen) if has else out
+        for out, has in zip(outs, has_format, strict=True)
+    ]
 
 
 def check_outs(func: Any, form: Any, facts: Signature, given: Arguments) -> None:

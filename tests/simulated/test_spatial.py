@@ -185,3 +185,24 @@ def test_averages_of_integers_are_rounded_once() -> None:
     x = torch.tensor([[-8, 6], [0, 5]])[None]
     for function in (lambda t: F.avg_pool2d(t, 2), lambda t: F.avg_pool2d(t, 2, 1, divisor_override=-2)):
         equal(function(distributed(x, MESHES["2"], [Partial()])), function(x), "average")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("function", [F.conv2d, F.conv_transpose2d, F.conv3d], ids=lambda function: function.__name__)
+def test_memory_formats_of_convolutions_are_those_of_one_device(function: Any, dtype: torch.dtype) -> None:
+    dims, mesh = 3 if function is F.conv3d else 2, sw.init_mesh(dp=2)
+    last = torch.channels_last if dims == 2 else torch.channels_last_3d
+    x, weight = filled(4, 4, *[5] * dims).to(dtype), filled(4, 4, *[3] * dims).to(dtype)
+
+    def run(x: Any, weight: Any) -> list[Any]:
+        x, weight = x.requires_grad_(), weight.requires_grad_()
+        y = function(x, weight).relu()
+        return [y, *torch.autograd.grad(y.sum(), (x, weight))]
+
+    for one, other in [(x, weight), (x.to(memory_format=last), weight), (x, weight.to(memory_format=last))]:
+        want = run(one.detach().clone(), other.detach().clone())
+        for cut, cut_weight in [(Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(2), Replicate())]:
+            got = run(sw.distribute_tensor(one, mesh, [cut]), sw.distribute_tensor(other, mesh, [cut_weight]))
+            for mine, torchs in zip(got, want, strict=True):
+                torch.testing.assert_close(mine.full_tensor(), torchs)
+                assert mine.stride() == torchs.stride()
