@@ -119,16 +119,16 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
         raise
     make = known.maker
     if make is not None:
-        self = make()
+        self = wrap(cls, local, known.layout) if local.is_meta else make()
         self._local, self._layout = local, known.layout
         return self
-    return _several(known.makers, local) if known.makers else args[0]
+    return _several(cls, known.makers, local) if known.makers else args[0]
 
 
-def _several(makers: Any, pieces: Any) -> tuple[Any, ...]:
+def _several(cls: Any, makers: Any, pieces: Any) -> tuple[Any, ...]:
     outs = []
     for (make, layout), piece in zip(makers, pieces):  # noqa: B905  `strict` costs as much as an attribute of a wrapper
-        self = make()
+        self = wrap(cls, piece, layout) if piece.is_meta else make()
         self._local = piece
         self._layout = layout
         outs.append(self)

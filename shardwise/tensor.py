@@ -245,9 +245,14 @@ class DTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, DTensor) or value.shape != self.shape or value.dtype != self.dtype:
-            shown = repr(value._layout) if isinstance(value, DTensor) else f"a plain tensor {list(value.shape)}"
-            raise OperatorError(f".data of {self._layout} takes a DTensor of its shape and dtype, got {shown}")
+        facts = (self.shape, self.dtype, self.is_meta)
+        if not isinstance(value, DTensor) or (value.shape, value.dtype, value.is_meta) != facts:
+            shown = (
+                f"{value._layout!r} on {value.device}" if isinstance(value, DTensor) else f"a plain tensor {list(value.shape)}"
+            )
+            raise OperatorError(
+                f".data of {self._layout} on {self.device} takes a DTensor of its shape, dtype and device, got {shown}"
+            )
         self._local, self._layout = value._local, value._layout
         if hasattr(self, "_aligned"):  # gradients are to come in the new layout
             self._aligned.remove()
@@ -312,7 +317,7 @@ class DTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], form: Form, size: Any, stride: Any) -> DTensor:
         local = inner["_local"]
-        made = _made(form, tuple(size), local.dtype, tuple(stride)) if type(local) is Tensor else None
+        made = _made(form, tuple(size), local.dtype, tuple(stride)) if type(local) is Tensor and not local.is_meta else None
         if made is not None:
             self: DTensor = made[0]()
             self._local, self._layout = local, made[1]

@@ -32,15 +32,21 @@ def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:
     """A DTensor around a local value."""
     if isinstance(layout, SymbolicLayout):
         return _wrap_symbolic(cls, local, layout)
-    self = make_wrapper(cls, layout.shape, layout.stride, None, None, layout.dtype, torch.strided, layout.device)
+    self = make_wrapper(cls, layout.shape, layout.stride, None, None, layout.dtype, torch.strided, _device(local, layout))
     self._local, self._layout = local, layout
     if not layout.even and layout.mesh.world != "simulated":
         mark_specific(layout)
     return self
 
 
+def _device(local: Tensor, layout: Layout) -> torch.device:
+    """The device that a DTensor shows: its mesh's, but for one without data."""
+    return local.device if local.is_meta else layout.device
+
+
 def maker(cls: Any, layout: Layout) -> Any:
-    """Makes a wrapper that shows the sizes of a layout; quicker where torch may work the strides out."""
+    """Makes a wrapper, of a local value that is not on meta, that shows the sizes of a layout; quicker where torch may work the
+    strides out."""
     strides = None if layout.stride == contiguous_stride(layout.shape) else layout.stride
     return partial(make_wrapper, cls, layout.shape, strides, None, None, layout.dtype, torch.strided, layout.device)
 
@@ -53,7 +59,7 @@ def _wrap_symbolic(cls: Any, local: Tensor, layout: Layout) -> Any:
     stride = [rebuilt(step, (*shape, *local.shape, *contiguous_stride(shape))) for step in layout.stride]
     with unseen():
         shape, stride = [known(n) for n in shape], [known(n) for n in stride]
-        self = make_wrapper(cls, shape, stride, None, None, layout.dtype, torch.strided, layout.device)
+        self = make_wrapper(cls, shape, stride, None, None, layout.dtype, torch.strided, _device(local, layout))
     self._local, self._layout = local, layout
     return self
 

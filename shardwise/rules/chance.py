@@ -66,6 +66,11 @@ def _at(fact: Callable[[int], int], layout: Layout, factor: Any, place: int) -> 
     return fact(layout.shard(factor, place))
 
 
+def _beside(x: Any, drawn: Any) -> Any:
+    """Random numbers on the device of a tensor: none if it has no data."""
+    return drawn.to(x.device) if x.is_meta else drawn
+
+
 def _fill_in_place(tools: Any, op: Any, x: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
     layout = tools.layout(x)
     how = _by(op, layout.dtype, args, kwargs)
@@ -78,7 +83,7 @@ def _fill_in_place(tools: Any, op: Any, x: Any, *args: Any, generator: Any = Non
 
 def _fill_new(tools: Any, op: Any, x: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
     layout = tools.layout(x)
-    return draw(tools, layout, _by(op, layout.dtype, args, kwargs), generator)
+    return _beside(x, draw(tools, layout, _by(op, layout.dtype, args, kwargs), generator))
 
 
 def _by(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
@@ -113,7 +118,7 @@ _random("bernoulli.p", program=_fill_new)
 def _like(how: Draw, tools: Any, op: Any, x: Any, **kwargs: Any) -> Any:
     layout = tools.layout(x)
     layout = layout.replace(dtype=kwargs.get("dtype") or layout.dtype, stride=None)
-    return draw(tools, layout, how, kwargs.get("generator"))
+    return _beside(x, draw(tools, layout, how, kwargs.get("generator")))
 
 
 def _randint_like(tools: Any, op: Any, x: Any, *bounds: Any, **kwargs: Any) -> Any:
@@ -130,7 +135,7 @@ _random("randint_like", program=_randint_like)
 def _uniform_beside(tools: Any, p: Any, layout: Layout, generator: Any) -> Any:
     """Numbers from 0 to 1 in a layout, fine enough to be compared with probabilities."""
     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-    return draw(tools, layout.replace(dtype=dtype), UNIFORM, generator)
+    return _beside(p, draw(tools, layout.replace(dtype=dtype), UNIFORM, generator))
 
 
 def _checked(tools: Any, x: Any, holds: Callable[[Tensor], Tensor], text: str) -> Any:
@@ -256,7 +261,7 @@ def _check_weights(p: Any, count: int, replacement: bool) -> None:
             f"{list(p.shape)} of {p.dtype}; it takes a vector or a matrix of floats, gives at least one, and without "
             "replacement each at most once"
         )
-    if tracing_context() is None and not _are_weights(p):
+    if tracing_context() is None and not p.is_meta and not _are_weights(p):
         raise OperatorError(
             "multinomial takes weights that are finite and not negative, with at least one positive in each row"
         )

@@ -138,9 +138,7 @@ rule("alias_copy clone detach_copy lift lift_fresh_copy zero", "... -> ...", pas
 def _to_copy(call: Call) -> Proposal:
     layout, one = call.tensors[0], call.results[0]
     device = call["device"]
-    if device is not None and device.type == "meta":
-        return Proposal((), (), program=_shape_only)
-    if device is not None and device.type != layout.device.type:
+    if device is not None and device.type not in (layout.device.type, "meta"):
         raise OperatorError(
             f"{layout} cannot move to device {device}: a DTensor lives on its mesh's device, {layout.device}; "
             "take its full_tensor() there, or distribute it on a mesh of that device"
@@ -152,12 +150,6 @@ def _to_copy(call: Call) -> Proposal:
             kept += ("max", "min")  # rounding keeps the order
         layout = layout.replace(partials=[(axis, kind) for axis, kind in layout.partials if kind in kept])
     return Proposal((layout,), (layout.replace(dtype=one.dtype, stride=one.stride),))
-
-
-def _shape_only(tools: Any, op: Any, x: Any, **kwargs: Any) -> Tensor:
-    """A tensor without data, of the global shape: there is nothing to spread. (Forward-mode AD asks for that.)"""
-    dtype = kwargs.get("dtype") or x.dtype
-    return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
 
 
 rule("_to_copy", function=_to_copy)

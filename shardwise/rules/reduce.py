@@ -130,18 +130,18 @@ def _extreme(kind: str, tools: Any, op: Any, x: Any, dim: int | None = None, kee
     another the first index that has it. nan is the best of all, as on one device."""
     x = reduced(tools, x)
     layout, dims = tools.layout(x), dims_of(dim, x.ndim)
-    value, index = tools.each(_local_extreme, layout.mesh, x, _indices(tools, layout, dims), kind, dims, keepdim)
+    value, index = tools.each(_local_extreme, layout.mesh, x, _indices(tools, layout, dims, x.device), kind, dims, keepdim)
     best = reduced(tools, tools.wrap(value, pending(layout, dims, keepdim, kind, layout.dtype)))
     first = tools.each(_where_best, layout.mesh, value, index, best)
     return best, reduced(tools, tools.wrap(first, pending(layout, dims, keepdim, "min", torch.int64)))
 
 
-def _indices(tools: Any, layout: Layout, dims: list[int]) -> list[Tensor]:
+def _indices(tools: Any, layout: Layout, dims: list[int], device: torch.device) -> list[Tensor]:
     """For each dim, what each local position along it adds to a global index into these dims flattened."""
     tables, step = [], 1
     for d in reversed(dims):
         line = Layout.of(layout.mesh, [layout.dims[d]], dtype=torch.int64)
-        every = torch.arange(layout.shape[d], device=layout.device) * step
+        every = torch.arange(layout.shape[d], device=device) * step
         tables.append(tools.local(tools.distribute(every, line)))
         step *= layout.shape[d]
     return tables[::-1]

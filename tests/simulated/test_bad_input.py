@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "data of another shape": (
         lambda: setattr(X, "data", torch.ones(2)),
         OperatorError,
-        r"\.data of f32\[4@dp, 6\] takes a DTensor of its shape and dtype, got a plain tensor \[2\]",
+        r"\.data of f32\[4@dp, 6\] on cpu takes a DTensor of its shape, dtype and device, got a plain tensor \[2\]",
     ),
     "out= of another shape": (
         lambda: torch.add(X, X, out=sw.ones(3, mesh=MESH)),
