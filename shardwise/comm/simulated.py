@@ -106,7 +106,10 @@ class Bundle(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Bundle:
-        return Bundle((inner[f"piece_{place}"] for place in range(len(inner))), stride=stride)
+        pieces = [inner[f"piece_{place}"] for place in range(len(inner))]
+        if all(type(piece) is Tensor for piece in pieces):  # not traced: a compiler computes once what is equal on several ranks
+            pieces = _apart(pieces)
+        return Bundle(pieces, stride=stride)
 
 
 def _checked_pieces(pieces: Any) -> tuple[Tensor, ...]:

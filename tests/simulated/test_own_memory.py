@@ -93,3 +93,10 @@ def test_one_tensor_cannot_hold_what_several_ranks_write() -> None:
         one.add_(sw.Bundle([torch.ones(2), torch.ones(2)]))
     assert one.tolist() == [0.0, 0.0]
     assert one.add_(sw.Bundle([torch.ones(2)])).tolist() == [1.0, 1.0], "one rank alone has no other to share with"
+
+
+def test_results_that_a_compiler_computes_once_are_every_ranks_own() -> None:
+    once = torch.zeros(3)
+    made = sw.Bundle.__tensor_unflatten__({"piece_0": once, "piece_1": once}, None, once.shape, once.stride())
+    made.pieces[0].add_(1)
+    assert made.pieces[1].tolist() == [0, 0, 0]
