@@ -107,7 +107,7 @@ class Bundle(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Bundle:
         pieces = [inner[f"piece_{place}"] for place in range(len(inner))]
-        if all(type(piece) is Tensor for piece in pieces):  # not traced: a compiler computes once what is equal on several ranks
+        if all(type(piece) is Tensor for piece in pieces):  # a compiler computes once what is equal on several ranks
             pieces = _apart(pieces)
         return Bundle(pieces, stride=stride)
 
