@@ -23,11 +23,12 @@ class Row(NamedTuple):
     limit: float
 
 
+_STEP = ("benchmarks/step.py", "--device", "cuda", "--rounds", "10")
 ROWS = (
     Row("tests on the device", ("-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider"), 300),
     Row("integer powers beside a copy", ("benchmarks/int_pow.py", "--device", "cuda", "--rounds", "5"), 60),
-    Row("random numbers beside torch's", ("benchmarks/random_numbers.py", "--device", "cuda", "--rounds", "3"), 60),
-    Row("a training step", ("benchmarks/step.py", "--device", "cuda", "--rounds", "10", "--only", "plain", "ours"), 110),
+    Row("random numbers beside torch's", ("benchmarks/random_numbers.py", "--device", "cuda", "--rounds", "3"), 150),
+    Row("a training step", (*_STEP, "--rows", "plain eager", "ours eager", "ours captured"), 120),
 )
 
 
