@@ -219,6 +219,7 @@ CALLS: dict[str, Callable[[World], tuple[Any, ...]]] = {
 SAID = {"grad_placements": "placements", "mesh_dim": "axis", "mesh_shape": "axis"}
 #: Those that nobody calls, and why.
 NOT_CALLED = {
+    **{f"DTensor.{name}": "refused whatever is given" for name in ("apply_", "map_", "map2_", "share_memory_", "storage")},
     "Layout.shard": "for kernels, which go through the factors of a layout",
     "Layout.shard_at": "so is this",
     "Package": "made by load_package",
