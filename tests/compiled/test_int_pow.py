@@ -95,7 +95,7 @@ def everything(several: list[Any], n: int, y: Tensor) -> list[Any]:
     return [way(x) for x in several for way in ways]
 
 
-@pytest.mark.parametrize("sizes", [{"a": 2}, {"a": 2, "b": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"a": 2}, pytest.param({"a": 2, "b": 2}, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("how", ["captured", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_powers_of_dtensors(how: str, sizes: dict[str, int]) -> None:
     plain = [torch.arange(-7, 8).view(5, 3).to(dtype) for dtype in (torch.bool, *WHOLE)]

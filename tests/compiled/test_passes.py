@@ -476,7 +476,7 @@ def compare(ranks: int) -> list[str]:
     return ran
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_improved_programs_give_the_same(ranks: int, pool: Any) -> None:
     assert pool(ranks).run(compare, ranks) == [[function.__name__ for function in SHARE[ranks]]] * ranks
 
