@@ -3,7 +3,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: demo test test-slow lint verify coverage bench bench-moves bench-step gpu clean
+.PHONY: demo test test-slow lint verify coverage bench bench-moves bench-step gpu release-check clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
@@ -41,8 +41,12 @@ GPU_PYTHON ?= python3
 gpu:
 	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py
 
+# Installs the wheel into clean environments with each torch (in .release, some 5 GB each where pip gives CUDA builds).
+release-check: $(READY)
+	$(BIN)/python tools/release_check.py $(RELEASE)
+
 clean:
-	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .release dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
