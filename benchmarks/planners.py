@@ -24,7 +24,7 @@ from torch.distributed.tensor._redistribute import (
 )
 
 import shardwise as sw
-from shardwise.bounds import lower_bound
+from shardwise.planning.bounds import lower_bound
 
 AXES = "abcd"
 Cuts = tuple[tuple[str, ...], ...]

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 
 import shardwise as sw
 from shardwise import Shard
-from shardwise.counter import Draw, Spans, fill
-from shardwise.random import fill_piece
+from shardwise.random.bits import Draw, Spans, fill
+from shardwise.random.keys import fill_piece
 
 TARGET = 1.3
 Call = Callable[[], Any]

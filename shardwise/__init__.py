@@ -1,11 +1,9 @@
 """Shardwise: distributed tensors that mean what one device means."""
 
-from . import composites, debug, flex, p2p, save, windows  # noqa: F401  composites and flex teach torch, windows adds rules
+from . import debug, p2p
+from .base.caches import cache_clear, cache_info
 from .comm import Bundle, communication, debug_mode, init_device_mesh, init_mesh, simulate, trace_comm
 from .comm.calibrate import calibrate
-from .compiled import Program, capture, compile, compile_report, load_artifacts, save_artifacts
-from .distribute import distribute_module, distribute_tensor
-from .each import each_rank
 from .errors import (
     ArgumentError,
     CommunicationError,
@@ -21,22 +19,25 @@ from .errors import (
     ShardwiseError,
     WorldError,
 )
-from .factories import empty, full, ones, rand, randint, randn, randperm, zeros
-from .grouped import grouped_mm
-from .identity import VERSION as __version__  # noqa: F401  known by this name
-from .int_pow import int_pow
-from .layout import Layout
-from .layout import make_layout as layout
-from .memo import cache_clear, cache_info
-from .mesh import Mesh
+from .kernels.grouped_mm import grouped_mm
+from .kernels.int_pow import int_pow
+from .layouts.layout import Layout
+from .layouts.layout import make_layout as layout
+from .layouts.mesh import Mesh
+from .layouts.placement import Partial, Placement, Replicate, Shard, StridedShard
 from .package import Package, export, load_package
 from .pipeline import Pipeline, Schedule, pipeline
-from .placement import Partial, Placement, Replicate, Shard, StridedShard
-from .plan import plan
-from .relabel import relabel
+from .planning.plan import plan
+from .programs import Program, capture, compile, compile_report, load_artifacts, save_artifacts
+from .propagation.fingerprint import VERSION as __version__  # noqa: F401  known by this name
+from .remat import policies as save
 from .remat import remat, remat_module
-from .ring import ring_attention
-from .tensor import DTensor
+from .rules.ring_attention import ring_attention
+from .tensor.distribute import distribute_module, distribute_tensor
+from .tensor.dtensor import DTensor
+from .tensor.each_rank import each_rank
+from .tensor.factories import empty, full, ones, rand, randint, randn, randperm, zeros
+from .tensor.relabel import relabel
 from .verify.register import rule
 
 __all__ = [

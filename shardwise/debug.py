@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from .check import flag, instance
+from .base.argument_checks import flag, instance
 from .comm import Log, door, trace_comm
 from .errors import OperatorError
-from .layout import Layout
-from .tensor import DTensor
+from .layouts.layout import Layout
+from .tensor.dtensor import DTensor
 
 __all__ = ["CommDebugMode", "visualize_sharding"]
 

@@ -23,7 +23,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Mesh, Replicate, Shard, debug, p2p, save
-from shardwise.layout import Factor
+from shardwise.layouts.layout import Factor
 from shardwise.package.manifest import Manifest, Slot
 from shardwise.pipeline.schedule import gpipe
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import Mesh, Shard
-from shardwise.save import Choice
+from shardwise.remat.policies import Choice
 
 WIDTH, HEADS = 16, 2
 

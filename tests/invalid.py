@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.mesh import Mesh
-from shardwise.placement import Partial
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.placement import Partial
 from shardwise.verify.compare import difference
 from shardwise.verify.operators import combinations
 from shardwise.verify.samples import Case, cases, chosen, is_random, operators, uninitialised

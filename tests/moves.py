@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise import Bundle, Mesh
-from shardwise.layout import Dim, Factor, Layout, contiguous_stride, cut, default_sizes, whole
+from shardwise.layouts.layout import Dim, Factor, Layout, contiguous_stride, cut, default_sizes, whole
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map_only
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.fallback import functional_form
-from shardwise.signature import signature
+from shardwise.tensor.fallback import functional_form
+from shardwise.tensor.schema import signature
 from shardwise.verify.compare import difference
 from shardwise.verify.spread import filled, flat, spread
 

@@ -1,12 +1,36 @@
-"""Every communication goes through here: `door(mesh)` gives the world behind a mesh."""
+"""The transport, through which every communication goes, and the worlds behind it: process groups or simulated ranks.
 
-from ..layout import PerRank
-from .debug import debug_mode
-from .door import Door
-from .groups import Processes
+In the order of imports, which go down only:
+
+    source_lines      where the user stands: the lines of the program that led here
+    policy            `communication`: whether operators may communicate on their own account
+    interception      who watches what is communicated, to give it back in a second run
+    messages          `Batch`: tensors that ranks send straight to one another, said once for all ranks
+    transport         the one interface that every communication goes through
+    encoding          what a tensor looks like while a collective moves it
+    simulated         the door to N ranks in this process
+    absent            what a rank holds of a tensor on a mesh that it is not in: a shape without data
+    host_collectives  collectives on hosts by sending straight to every peer
+    listener          a process group that tells whoever listens what is asked of it, before another one does it
+    aliases           aliases for process groups, and a hook to listen to every group behind an alias
+    failures          failures that one rank knows of reach all: word in the job's store, and groups closed to wake who waits
+    agreement         ranks compare a text that must be the same on all
+    delivery          messages over a process group: one launch, and tensors registered with their work
+    rank_specific     whether the program that is being traced belongs to one rank only
+    processes         the door to `torch.distributed` process groups
+    pretended         the door to a job that is not there, for tracing
+    watch/            what watches communication: logs and debug mode
+    worlds            `init_mesh`, `simulate`: which world a mesh lives in
+    calibrate         `calibrate`: what the links of each axis cost, measured
+"""
+
+from ..layouts.layout import PerRank
 from .policy import check, communication
-from .record import Log, Record, note_decomposed, note_fallback, trace_comm
+from .processes import Processes
 from .simulated import Bundle, Simulated
+from .transport import Door
+from .watch.debug import debug_mode
+from .watch.log import Log, Record, note_decomposed, note_fallback, trace_comm
 from .worlds import door, init_device_mesh, init_mesh, pretend, seen, simulate
 
 __all__ = [

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import make_wrapper, no_torch_function, schema, untraced
+from .._torch.tensors import make_wrapper, no_torch_function, schema, untraced
 from ..errors import MeshError
-from ..layout import Layout
-from ..mesh import Mesh
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
 from .simulated import outputs, stands_back
 
 _META = torch.device("meta")

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..cost import PER_LOCAL_BYTE, Link, links, set_links
-from ..mesh import Mesh
+from ..layouts.mesh import Mesh
+from ..planning.cost import PER_LOCAL_BYTE, Link, links, set_links
 from .worlds import door
 
 WARM_UPS, ROUNDS = 1, 5

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from ..setting import Setting
+from ..base.settings import Setting
 
 #: Called with the alias of a group, the kind of a collective, its tensors, and how many rows go to and come from each rank if
 #: they say so; the collective runs inside what it gives.
@@ -35,8 +35,7 @@ def expect(operator: str, line: str) -> None:
 
 def expected() -> tuple[str, str]:
     """For which operator, and from which line, the next collective is; nothing where it is unknown."""
-    found: tuple[str, str] = getattr(_known, "now", ("", ""))
-    return found
+    return getattr(_known, "now", ("", ""))
 
 
 class Listener(ProcessGroup):

@@ -21,10 +21,10 @@ from typing import NamedTuple, NoReturn
 
 from torch import Tensor, dtype
 
+from ..base.caches import memo
 from ..errors import MeshError, WorldError
-from ..layout import PerRank
-from ..memo import memo
-from ..mesh import Mesh
+from ..layouts.layout import PerRank
+from ..layouts.mesh import Mesh
 
 #: The shape of what a rank receives: the same on every rank, or one for each place.
 Shape = tuple[int, ...] | PerRank

@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ..check import choice, integer
+from ..base.argument_checks import choice, integer
+from ..base.settings import Setting
 from ..errors import CommunicationError
-from ..setting import Setting
-from .context import Line, caller
+from .source_lines import Line, caller
 
 MODES = ("auto", "warn", "forbid")
 

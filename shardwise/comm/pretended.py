@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
 
-from .._aoti import is_group
+from .._torch.aoti import is_group
 from ..errors import CompileError
-from ..mesh import Mesh
-from .groups import Group, Processes
-from .names import forget, register
+from ..layouts.mesh import Mesh
+from .aliases import forget, register
+from .processes import Group, Processes
 
 
 class Pretended(Processes):

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import OpOverload, make_wrapper, no_dispatch, no_torch_function, schema, storage_of, untraced
-from ..check import a_tensor, flag, integers, optional, several
+from .._torch.tensors import OpOverload, make_wrapper, no_dispatch, no_torch_function, schema, storage_of, untraced
+from ..base.argument_checks import a_tensor, flag, integers, optional, several
 from ..errors import MeshError, WorldError
-from ..layout import PerRank
-from ..mesh import Mesh, index_of
-from .door import Assumed, Counts, Fact, alike, check_chunks, check_pieces
+from ..layouts.layout import PerRank
+from ..layouts.mesh import Mesh, index_of
+from .encoding import combine
 from .messages import Batch, fits, pairs, refuse, told
-from .wire import combine
+from .transport import Assumed, Counts, Fact, alike, check_chunks, check_pieces
 
 # ── Bundle ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 

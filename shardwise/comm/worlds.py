@@ -11,17 +11,17 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from .._torch import tracing_context
-from ..check import a_device, a_text, integer, integers, optional, several, shown
+from .._torch.tensors import tracing_context
+from ..base.argument_checks import a_device, a_text, integer, integers, optional, several, shown
+from ..base.settings import Setting
 from ..errors import MeshError
-from ..mesh import MOST_RANKS, Mesh, root_meshes
-from ..setting import Setting
-from .debug import watched_door
-from .door import Door
-from .groups import Processes
+from ..layouts.mesh import MOST_RANKS, Mesh, root_meshes
 from .pretended import Pretended
-from .record import watching
+from .processes import Processes
 from .simulated import Simulated
+from .transport import Door
+from .watch.debug import watched_door
+from .watch.log import watching
 
 _doors: dict[str, Door] = {"processes": Processes(), "simulated": Simulated()}
 #: The job that programs are traced for in this thread, where it is not there.

@@ -1,10 +1,19 @@
-"""Point-to-point communication that compiles: batches of sends and receives, and what is made of them."""
+"""Point-to-point communication that compiles: batches of sends and receives, and patterns made of them.
 
+In the order of imports, which go down only:
+
+    batch         `batch`, `send`, `recv`, `wait`: messages that trace, forward and backward
+    patterns      `shift`, `permute`: one message for each rank along an axis
+    halo          `halo_exchange`: a piece with the edges of its neighbours
+    all_to_all_v  `all_to_all_v`: so many rows to each of an axis
+    torch_api     `batch_isend_irecv`, `P2POp`, with the arguments of those of torch
+"""
+
+from .all_to_all_v import all_to_all_v
 from .batch import Peer, Receive, Send, batch, peer, recv, send, wait
 from .halo import halo_exchange
-from .moves import permute, shift
-from .port import P2POp, batch_isend_irecv
-from .rows import all_to_all_v
+from .patterns import permute, shift
+from .torch_api import P2POp, batch_isend_irecv
 
 __all__ = [
     "P2POp",

@@ -13,21 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._groups import AsyncTensor
-from .._torch import Function, collectives, keep_alive
-from .._tracer import keep_in_their_part
-from ..check import a_dtype, a_tensor, flag, instance, integer, integers, refuse, several, shown, sizes
+from .._torch.groups import AsyncTensor
+from .._torch.tensors import Function, collectives, keep_alive
+from .._torch.tracer import keep_in_their_part
+from ..base.argument_checks import a_dtype, a_tensor, flag, instance, integer, integers, refuse, several, shown, sizes
 from ..comm import Bundle, PerRank, door, seen
-from ..comm.failure import guarded
-from ..comm.groups import varies
+from ..comm.delivery import finish
+from ..comm.failures import guarded
+from ..comm.interception import is_watched, watched
 from ..comm.messages import Batch, Shape, check_matched, check_shapes
-from ..comm.post import finish
-from ..comm.trace import is_of_one_rank, mark_specific, only_alike, refuse_unequal
+from ..comm.processes import varies
+from ..comm.rank_specific import is_of_one_rank, mark_specific, only_alike, refuse_unequal
 from ..errors import MeshError, OperatorError
-from ..identity import LIBRARY
-from ..keep import is_watched, watched
-from ..mesh import Mesh
-from ..tensor import DTensor
+from ..layouts.mesh import Mesh
+from ..propagation.fingerprint import LIBRARY
+from ..tensor.dtensor import DTensor
 
 wait_tensor = collectives.wait_tensor.default
 
@@ -322,8 +322,7 @@ def _zeros(told: Batch, index: int) -> Tensor:
     """The gradient of a received tensor that nobody used."""
     on, kind = told.mesh, told.dtypes[index]
     shape = PerRank(lambda place: told.shape(index, place))
-    found: Tensor = door(on).each(_nothing, on, shape, kind, torch.device(on.device))
-    return found
+    return door(on).each(_nothing, on, shape, kind, torch.device(on.device))
 
 
 def _nothing(shape: tuple[int, ...], kind: torch.dtype, device: torch.device) -> Tensor:
@@ -347,8 +346,7 @@ class _Settled(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
-        found: Tensor = guarded(x.trigger_wait)().detach()
-        return found
+        return guarded(x.trigger_wait)().detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -379,8 +377,7 @@ def _leave(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
         refuse_unequal(told.shapes)
     dims, sizes = _sizes([told.shape(index, place) for index in range(len(told.shapes))])
     words = (told.mesh.text, list(told.goals), list(told.sources), [str(kind) for kind in told.dtypes], dims, sizes)
-    found: list[Tensor] = torch.ops.shardwise.messages(list(sent), *words)
-    return found
+    return torch.ops.shardwise.messages(list(sent), *words)
 
 
 def _begin(sent: list[Tensor], *told: Any) -> list[Tensor]:

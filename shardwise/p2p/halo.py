@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import Function
-from ..check import a_tensor, flag, integer
+from .._torch.tensors import Function
+from ..base.argument_checks import a_tensor, flag, integer
 from ..comm import door, seen
 from ..comm.messages import Batch
 from ..errors import OperatorError
-from ..identity import LIBRARY
-from ..mesh import Mesh
-from ..tensor import DTensor
+from ..layouts.mesh import Mesh
+from ..propagation.fingerprint import LIBRARY
+from ..tensor.dtensor import DTensor
 from .batch import like, run, wait
-from .moves import local_of
+from .patterns import local_of
 
 
 def halo_exchange(  # noqa: PLR0913  as many facts as a halo has
@@ -49,8 +49,7 @@ def halo_exchange(  # noqa: PLR0913  as many facts as a halo has
     x, mesh = local_of(x, mesh, "halo_exchange: x")
     told = (mesh.write_root(), mesh.named(axis), dim, before, after, wrap)
     if torch.compiler.is_compiling():
-        found: Tensor = torch.ops.shardwise.halo(x, *told, LIBRARY.key())
-        return found
+        return torch.ops.shardwise.halo(x, *told, LIBRARY.key())
     return _halo(x, _Halo(*told))
 
 
@@ -72,8 +71,7 @@ class _Halo(NamedTuple):
 
 def _halo(x: Tensor, how: _Halo) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
-        found: Tensor = _Exchange.apply(x, how)
-        return found
+        return _Exchange.apply(x, how)
     return _forward(x, how)
 
 
@@ -98,8 +96,7 @@ def _forward(x: Tensor, how: _Halo) -> Tensor:
     mesh = Mesh.read(how.mesh)
     last, first = door(mesh).each(_edges, mesh, x, how)
     before, after = run([last, first], how.batch([last, first]))
-    found: Tensor = door(mesh).each(_joined, mesh, wait(before), x, wait(after), how)
-    return found
+    return door(mesh).each(_joined, mesh, wait(before), x, wait(after), how)
 
 
 def _edges(x: Tensor, how: _Halo) -> tuple[Tensor, Tensor]:

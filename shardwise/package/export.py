@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from .._aoti import compile_package, leaves_with_paths, tree_unflatten, treespec_dumps
-from ..check import a_function, file_to_write, instance, optional, several
+from .._torch.aoti import compile_package, leaves_with_paths, tree_unflatten, treespec_dumps
+from ..base.argument_checks import a_function, file_to_write, instance, optional, several
 from ..comm import pretend, seen
 from ..errors import CompileError
-from ..mesh import Mesh
-from ..tensor import DTensor
+from ..layouts.mesh import Mesh
+from ..tensor.dtensor import DTensor
+from .local_program import Traced, in_place, local_of, stand_in, trace
 from .manifest import Fixed, Manifest, Slot, checked_nesting, facts_for, write
-from .trace import Traced, in_place, local_of, stand_in, trace
 
 _FIXED = (int, float, bool, str, type(None))
 

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._aoti import open_package, tree_flatten, tree_unflatten, treespec_loads
-from ..check import file_to_read, instance, optional
+from .._torch.aoti import open_package, tree_flatten, tree_unflatten, treespec_loads
+from ..base.argument_checks import file_to_read, instance, optional
 from ..comm import door
-from ..comm.debug import heard
-from ..distribute import distribute_tensor
+from ..comm.watch.debug import heard
 from ..errors import CompileError, OperatorError
-from ..layout import Layout
-from ..mesh import Mesh
-from ..tensor import DTensor
-from ..tools import wrap
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
+from ..tensor.distribute import distribute_tensor
+from ..tensor.dtensor import DTensor
+from ..tensor.toolbox import wrap
 from .manifest import Fixed, Manifest, Slot, check_world, read
 
 #: Kernels read vectors of so many bytes at a time.
@@ -188,8 +188,7 @@ def _is_reordered(have: Layout, want: Layout) -> bool:
 
 def _distributed(slot: Slot, value: Any) -> Tensor:
     if slot.layout is None or isinstance(value, DTensor):
-        found: Tensor = value
-        return found
+        return value
     return distribute_tensor(value.detach(), slot.layout.mesh, slot.layout)
 
 
@@ -207,8 +206,7 @@ def _local(slot: Any, value: Any) -> Tensor:
 
 
 def _held(slot: Any, value: Any) -> Tensor:
-    local: Tensor = value.detach() if slot.layout is None else value._local
-    return local
+    return value.detach() if slot.layout is None else value._local
 
 
 def _wrapped(slot: Any, output: Tensor) -> Tensor:

@@ -18,14 +18,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from .._aoti import treespec_loads
+from .._torch.aoti import treespec_loads
 from ..comm.worlds import join
-from ..compiled.parcel import processor
 from ..errors import CompileError
-from ..identity import VERSION, library_key
-from ..layout import Layout
-from ..mesh import Mesh
-from ..placement import KINDS
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
+from ..layouts.placement import KINDS
+from ..programs.job.serialize import processor
+from ..propagation.fingerprint import VERSION, library_key
 
 _FILE = "extra/shardwise.json"
 #: What a package ends with, as the comment of the archive: a digest in hexadecimal digits.
@@ -203,8 +203,7 @@ def _keys(told: Any, names: Sequence[str], what: str) -> None:
 def _number(value: Any, end: float, what: str) -> int:
     """An integer from 0 to below an end."""
     _require(type(value) is int and 0 <= value < end, f"{what} is {value!r}, and is a number from 0 to below {end}")
-    found: int = value
-    return found
+    return value
 
 
 def _read_facts(told: Any) -> dict[str, Any]:

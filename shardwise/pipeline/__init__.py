@@ -1,4 +1,14 @@
-"""Pipelines: stages on the ranks along an axis, microbatches, and schedules that are tables."""
+"""Pipelines: stages on the ranks along an axis, microbatches, and schedules that are tables.
+
+In the order of imports, which go down only:
+
+    timeline  `Timeline`: what ran when, drawn
+    schedule  `Schedule`: what each stage runs when, as a table; GPipe and 1F1B
+    link      what neighbouring stages send each other, and how the one learns what the other gives
+    stage     modules on their ranks, microbatches, gradients that are reduced once
+    run       one batch on its way through the stages
+    pipe      `pipeline`: modules as stages along an axis
+"""
 
 from .pipe import Pipeline, Recording, pipeline
 from .schedule import Entry, Schedule, check, gpipe, one_f_one_b

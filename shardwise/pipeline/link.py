@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import tree_leaves, tree_map_only
+from .._torch.tensors import tree_leaves, tree_map_only
+from ..base.caches import memo
 from ..comm import PerRank, door
-from ..layout import Layout
-from ..memo import memo
-from ..mesh import Mesh
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
 from ..p2p import Receive, Send, batch, peer, recv, send, wait
-from ..tensor import DTensor, of_pieces
+from ..tensor.dtensor import DTensor, of_pieces
 
 
 @dataclass(frozen=True, slots=True)  # no tuple: it is one leaf of a structure
@@ -126,8 +126,7 @@ def announce(said: Contract | None, along: Mesh, speaker: int) -> Contract:
     world, device = door(along, "pipeline"), torch.device(along.device)
     counts = world.all_reduce(world.each(_count, along, mine, device), "sum", along, along.axes)
     page = world.each(_page, along, mine, int(world.plain(counts)), device)
-    told: Contract = pickle.loads(bytes(world.plain(world.all_reduce(page, "sum", along, along.axes)).tolist()))
-    return told
+    return pickle.loads(bytes(world.plain(world.all_reduce(page, "sum", along, along.axes)).tolist()))
 
 
 def _count(letters: bytes, device: torch.device) -> Tensor:

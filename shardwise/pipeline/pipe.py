@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..check import a_function, a_module, choice, flag, number, optional, several
+from ..base.argument_checks import a_function, a_module, choice, flag, number, optional, several
 from ..comm import PerRank, door
-from ..distribute import distribute
 from ..errors import PipelineError
-from ..layout import Placements, by_axis
-from ..mesh import Mesh
-from ..tensor import DTensor
+from ..layouts.layout import Placements, by_axis
+from ..layouts.mesh import Mesh
+from ..tensor.distribute import distribute
+from ..tensor.dtensor import DTensor
 from .link import Contract, Link, announce
 from .run import Run, Stage, check_same, is_here, spread, synchronised
 from .schedule import Schedule, forwards, make_schedule
@@ -148,8 +148,7 @@ class Pipeline(nn.Module):
             run.through(self.schedule, self._clock(), self.mesh.root)
             total = self._result(run, lambda results: torch.stack(results).sum(), loss)
         self._fill_gradients()
-        found: DTensor = total.redistribute(self.mesh.root)
-        return found
+        return total.redistribute(self.mesh.root)
 
     def forward(self, *inputs: Any) -> Any:
         """What the last stage gives for a batch, without gradients: on the last stage's mesh, shapes on the other ranks."""
@@ -211,8 +210,7 @@ class Pipeline(nn.Module):
             there = total.redistribute(place)
             if is_here(place):
                 nn.utils.clip_grads_with_norm_(stage.parameters(), max_norm, there)
-        found: DTensor = total
-        return found
+        return total
 
     def _norm(self, stage: nn.Module, place: Mesh, norm_type: float) -> Tensor:
         """The norm of a stage's gradients, on all ranks; its dtype follows from the parameters, which all ranks know."""
@@ -221,8 +219,7 @@ class Pipeline(nn.Module):
         grads = [p.grad for p in stage.parameters() if p.grad is not None]
         if grads and is_here(place):
             norm = nn.utils.get_total_norm(grads, norm_type).to(kind)
-        found: Tensor = norm.redistribute(self.mesh.root)
-        return found
+        return norm.redistribute(self.mesh.root)
 
     # ── how long it takes ─────────────────────────────────────────────────────────────────────────────────────────────
 

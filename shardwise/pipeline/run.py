@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import tree_leaves, tree_map_only
+from .._torch.tensors import tree_leaves, tree_map_only
 from ..comm import door
-from ..distribute import distribute
 from ..errors import PipelineError
-from ..mesh import Mesh
+from ..layouts.mesh import Mesh
 from ..p2p import wait
-from ..random import reseed
-from ..tensor import DTensor, of_pieces
-from ..tools import key_on
+from ..random.keys import reseed
+from ..tensor.distribute import distribute
+from ..tensor.dtensor import DTensor, of_pieces
+from ..tensor.toolbox import key_on
 from .link import Contract, Link, Message, Wire, announce
 from .schedule import Cell, Schedule
 from .timeline import Span

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..check import a_text, choice, instance, integer, number, refuse, several
+from ..base.argument_checks import a_text, choice, instance, integer, number, refuse, several
 from ..errors import PipelineError
 from .timeline import Span, Timeline
 

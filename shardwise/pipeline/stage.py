@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import tree_flatten, tree_leaves, tree_map_only, tree_unflatten, untraced
-from ..distribute import distribute
+from .._torch.tensors import tree_flatten, tree_leaves, tree_map_only, tree_unflatten, untraced
 from ..errors import PipelineError
-from ..layout import Layout, Placements
-from ..mesh import Mesh
-from ..tensor import DTensor, align_grad
+from ..layouts.layout import Layout, Placements
+from ..layouts.mesh import Mesh
+from ..tensor.distribute import distribute
+from ..tensor.dtensor import DTensor, align_grad
 
 # ── modules ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -105,8 +105,7 @@ class Split:
     def _part(self, x: DTensor, index: int) -> DTensor:
         if not x.ndim:
             return x
-        found: Any = x.unflatten(0, (self.pieces, self.microbatches, self.rows)).select(1, index).flatten(0, 1)
-        return found
+        return x.unflatten(0, (self.pieces, self.microbatches, self.rows)).select(1, index).flatten(0, 1)
 
     def join(self, values: Sequence[Any]) -> Any:
         """What came of all microbatches as one value, with rows in the order of the batch."""

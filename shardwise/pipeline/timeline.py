@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from ..check import file_to_write, optional
+from ..base.argument_checks import file_to_write, optional
 
 
 class Span(NamedTuple):

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._torch import Function, keeps_graph, tree_flatten, tree_unflatten
+from .._torch.tensors import Function, keeps_graph, tree_flatten, tree_unflatten
 from ..errors import RematError
-from ..save import Policy
-from ..tensor import DTensor
-from .states import devices_of, from_states, get_states
-from .values import OUTSIDE, Call, Run, Value, describe, facts_of_tensor, tensors, version
-from .watch import Cell, Done, Record, Replay, given_back
+from ..tensor.dtensor import DTensor
+from .generators import devices_of, from_states, get_states
+from .names import OUTSIDE, Call, Run, Value, describe, facts_of_tensor, tensors, version
+from .policies import Policy
+from .record_replay import Cell, Done, Record, Replay, given_back
 
 #: Arguments that hold no others.
 _PLAIN = (Tensor, torch.nn.Parameter, DTensor, int, float, bool, str, type(None))

@@ -1,27 +1,87 @@
-"""The one table of rules. Importing this package fills it: one file per operator family."""
+"""Every row of the table of rules, one file for each family of operators. Importing this package fills the table.
 
-from . import (  # noqa: F401  importing them fills the table
-    advanced,
+In the order of imports, which go down only:
+
+    shard_position  the part of a dim that a rank holds, for kernels that must know where it lies
+    creation        rows: tensors made from sizes
+    pointwise       rows: element by element, with broadcasting
+    matmul          rows: products
+    embedding       rows: looking up rows of a table
+    loss            rows: losses
+    random          rows: random numbers
+    attention       rows: attention
+    gather_scatter  rows: gather and scatter along a dim
+    indexing        rows: indexing by tensors
+    views           rows: the same data under another shape
+    pooling         rows: pooling
+    spatial         rows: convolution, interpolation, padding, sampling, columns
+    recurrent       rows: fused recurrent layers and cells
+    reduction       rows: reductions, also over cut dims and empty shards
+    scan            rows: running sums, products and extremes
+    sorting         rows: sorting, searching, counting
+    linalg          rows: linear algebra of matrices, distances
+    fourier         rows: Fourier transforms
+    normalisation   rows: softmax and normalisation
+    foreach         rows: lists of tensors, element by element: foreach and fused optimizers
+    halo            the rows that windows along a cut dim need of other ranks' pieces
+    windows         rows: convolution and pooling where the plane is cut
+    ring_attention  `ring_attention`: keys and values go round
+    flex_attention  flex attention on DTensors
+    composites      operators that torch takes apart too early: `one_hot`, `tensor_split`, packed sequences, some with `out=`
+"""
+
+from . import (
     attention,
-    chance,
+    composites,
+    creation,
     embedding,
-    factory,
+    flex_attention,
+    foreach,
     fourier,
-    index,
+    gather_scatter,
+    halo,
+    indexing,
     linalg,
-    lists,
     loss,
     matmul,
-    norm,
-    order,
+    normalisation,
     pointwise,
-    pool,
+    pooling,
+    random,
     recurrent,
-    reduce,
+    reduction,
+    ring_attention,
     scan,
+    sorting,
     spatial,
     views,
+    windows,
 )
-from .table import TABLE, find, rule
 
-__all__ = ["TABLE", "find", "rule"]
+__all__ = [
+    "attention",
+    "composites",
+    "creation",
+    "embedding",
+    "flex_attention",
+    "foreach",
+    "fourier",
+    "gather_scatter",
+    "halo",
+    "indexing",
+    "linalg",
+    "loss",
+    "matmul",
+    "normalisation",
+    "pointwise",
+    "pooling",
+    "random",
+    "recurrent",
+    "reduction",
+    "ring_attention",
+    "scan",
+    "sorting",
+    "spatial",
+    "views",
+    "windows",
+]

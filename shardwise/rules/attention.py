@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..errors import OperatorError
-from ..layout import Dim, Factor, Layout, cut, whole
-from .chance import seeded
-from .notation import Call, Kernel, Pattern, Proposal, labels, parse
-from .table import rule
+from ..layouts.layout import Dim, Factor, Layout, cut, whole
+from ..propagation.notation import Call, Kernel, Pattern, Proposal, labels, parse
+from ..propagation.table import rule
+from ..tensor.draw import seeded
 
 Patterns = tuple[Pattern, ...]
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..errors import OperatorError
-from ..layout import Layout, make_layout, whole
-from ..placement import Replicate
-from .notation import Call, Proposal
-from .piece import OUTSIDE, Piece, at_least_one, keep
-from .table import rule
+from ..layouts.layout import Layout, make_layout, whole
+from ..layouts.placement import Replicate
+from ..propagation.notation import Call, Proposal
+from ..propagation.table import rule
+from .shard_position import OUTSIDE, Piece, at_least_one, keep
 
 
 def _rows(call: Call, wants: Sequence[Layout]) -> Any:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import Layout
-from .notation import Call, Kernel, Proposal
-from .table import rule
+from ..layouts.layout import Layout
+from ..propagation.notation import Call, Kernel, Proposal
+from ..propagation.table import rule
 
 aten = torch.ops.aten
 
@@ -58,8 +58,7 @@ def _of_something(call: Call, wants: Sequence[Layout]) -> Kernel | None:
 
     def transform(x: Tensor, *args: Any) -> Tensor:
         shape = [one.shape[d] if d in dims else n for d, n in enumerate(x.shape)]
-        found: Tensor = op(x, *args) if x.numel() else x.new_empty(shape, dtype=one.dtype)
-        return found
+        return op(x, *args) if x.numel() else x.new_empty(shape, dtype=one.dtype)
 
     return transform
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import knows_conjugates
-from ..layout import Layout, contiguous_stride
-from .notation import Call, Kernel, KernelMaker, Proposal, Rule, parse
-from .table import rule
+from .._torch.tensors import knows_conjugates
+from ..layouts.layout import Layout, contiguous_stride
+from ..propagation.notation import Call, Kernel, KernelMaker, Proposal, Rule, parse
+from ..propagation.table import rule
 
 aten = torch.ops.aten
 

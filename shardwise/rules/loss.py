@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import Layout, whole
-from .notation import Call, Proposal
-from .piece import Piece
-from .table import rule
+from ..layouts.layout import Layout, whole
+from ..propagation.notation import Call, Proposal
+from ..propagation.table import rule
+from .shard_position import Piece
 
 #: torch's numbers for how a loss is reduced (0: not at all).
 MEAN, SUM = 1, 2

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..grouped import GROUPED, product, shape
-from ..layout import Layout
-from .notation import Call, Rule, parse
-from .piece import Piece, at_least_one, keep
-from .table import rule
+from ..kernels.grouped_mm import GROUPED, product, shape
+from ..layouts.layout import Layout
+from ..propagation.notation import Call, Rule, parse
+from ..propagation.table import rule
+from .shard_position import Piece, at_least_one, keep
 
 
 def _expanded(call: Call, wants: Sequence[Layout]) -> Any:

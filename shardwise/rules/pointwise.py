@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..errors import OperatorError
-from ..int_pow import of_truths, pow_kernel, truths
-from ..layout import Layout
-from .notation import Call, Proposal, additive
-from .table import rule
+from ..kernels.int_pow import of_truths, pow_kernel, truths
+from ..layouts.layout import Layout
+from ..propagation.notation import Call, Proposal, additive
+from ..propagation.table import rule
 
 #: Why placements that would do are not offered, where several rows have the reason in common.
 NAN = "max min: a candidate that is nan would be lost"

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..layout import Dim, Layout, whole
-from ..mesh import Mesh
-from .piece import at_least_one
-from .pool import spatial
-from .table import rule
+from ..layouts.layout import Dim, Layout, whole
+from ..layouts.mesh import Mesh
+from ..propagation.table import rule
+from .pooling import spatial
+from .shard_position import at_least_one
 
 # ── operators of which torch can tell the shapes; capitals cannot be cut ──────────────────────────────────────────────
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import Factor, Layout, whole
-from .reduce import reduced
-from .table import rule
+from ..layouts.layout import Factor, Layout, whole
+from ..propagation.table import rule
+from .reduction import reduced
 
 aten = torch.ops.aten
 
@@ -83,8 +83,7 @@ def gathered_pair(tools: Any, pair: Sequence[Tensor], layout: Layout, axes: Iter
     dtypes = [x.dtype for x in pair]
     rows = Layout.of(layout.mesh, [*layout.dims, (whole(sum(dtype.itemsize for dtype in dtypes)),)], (), torch.uint8)
     local = tools.wrap(tools.each(_as_bytes, layout.mesh, *pair), rows)
-    every: tuple[Tensor, Tensor] = tools.each(_of_bytes, layout.mesh, tools.move(local, rows.without(axes)), dtypes)
-    return every
+    return tools.each(_of_bytes, layout.mesh, tools.move(local, rows.without(axes)), dtypes)
 
 
 def _as_bytes(*several: Tensor) -> Tensor:

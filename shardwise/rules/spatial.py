@@ -1,5 +1,5 @@
 """Convolution, interpolation, padding, sampling and columns: batch and channels may be cut, planes are whole (those that are
-convolved: see `windows.py`); but padding with a constant is done by the ranks at the ends, wherever a tensor is cut."""
+convolved: see `rules/windows.py`); but padding with a constant is done by the ranks at the ends, wherever a tensor is cut."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import Factor, Layout, PerRank, whole
-from .notation import Call, Kernel, Proposal, Rule, parse
-from .pool import Patterns, by_shape, planes, some, spatial
-from .table import rule
+from ..layouts.layout import Factor, Layout, PerRank, whole
+from ..propagation.notation import Call, Kernel, Proposal, Rule, parse
+from ..propagation.table import rule
+from .pooling import Patterns, by_shape, planes, some, spatial
 from .views import Misfit, local_sizes, reshape
 
 aten = torch.ops.aten

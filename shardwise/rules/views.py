@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..errors import OperatorError
-from ..layout import Dim, Factor, Layout, PerRank, canonical, cut, whole
-from ..mesh import Mesh
-from .notation import Call, LocalCopy, Proposal
-from .piece import indices
-from .table import rule
+from ..layouts.layout import Dim, Factor, Layout, PerRank, canonical, cut, whole
+from ..layouts.mesh import Mesh
+from ..propagation.notation import Call, LocalCopy, Proposal
+from ..propagation.table import rule
+from .shard_position import indices
 
 aten = torch.ops.aten
 

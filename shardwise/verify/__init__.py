@@ -1,1 +1,17 @@
-"""Proof that operators and rules mean what they mean on one device: `python -m shardwise verify`."""
+"""Proof that operators and rules mean what they mean on one device: `python -m shardwise verify`.
+
+In the order of imports, which go down only:
+
+    spread        distributes a tensor from index sets alone, with pending values that are hard to get right
+    compare       how a value on DTensors differs from the one on one device
+    calls         `Sample`: one call of an operator on plain tensors
+    soundness     whether everything that a rule offers gives what one device gives
+    register      `rule`: a rule for a user's own operator, proven before it is taken
+    completeness  by brute force, the placements that a rule could offer and does not
+    samples       torch's database of operators: names, sample inputs, in-place forms, and the calls they make
+    pool          many small tasks in forked processes
+    operators     the sweep over torch's operators
+    rules         the check of every rule
+    report        what is printed while rules and operators are checked
+    coverage      writes docs/coverage.md
+"""

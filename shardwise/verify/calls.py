@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..signature import signature
+from ..tensor.schema import signature
 from .spread import filled, flat
 
 

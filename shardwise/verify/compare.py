@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..comm import Bundle
 from ..comm.simulated import shared
-from ..tensor import DTensor
+from ..tensor.dtensor import DTensor
 from .spread import assembled, flat
 
 #: How far numbers may be apart, for the largest of them.

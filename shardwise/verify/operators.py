@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..comm import trace_comm
-from ..mesh import Mesh
-from ..placement import Partial, Placement, Replicate, Shard
-from ..tensor import DTensor
+from ..layouts.mesh import Mesh
+from ..layouts.placement import Partial, Placement, Replicate, Shard
+from ..tensor.dtensor import DTensor
 from .compare import difference
 from .pool import TimeOut
 from .samples import Case, cases, chosen, is_random, operators, uninitialised

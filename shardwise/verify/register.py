@@ -7,21 +7,21 @@ from typing import Any
 
 import torch
 
-from ..check import a_function, a_text, choice, flag, instance, integers, optional, refuse, several
-from ..dispatch import forget
+from ..base.argument_checks import a_function, a_text, choice, flag, instance, integers, optional, refuse, several
 from ..errors import OperatorError
-from ..placement import KINDS
-from ..rules.table import TABLE, find
-from ..rules.table import rule as add_row
-from ..signature import signature
+from ..layouts.placement import KINDS
+from ..propagation.table import TABLE, find
+from ..propagation.table import rule as add_row
+from ..tensor.dispatch import forget
+from ..tensor.schema import signature
 from .calls import Sample
-from .sound import Counterexample, check
+from .soundness import Counterexample, check
 
 
 def rule(op: Any, sentence: str, *, samples: Sequence[tuple[Any, ...]], **words: Any) -> None:
     """Say how an operator of your own may be cut, as in `"m k, k n -> m n"`; `samples` are arguments to prove it with.
 
-    `words` are those of `shardwise.rules.notation.Rule`: `linear`, `lost`, `passes`, `whole`, `kernel` and so on. All that the
+    `words` are those of `propagation.notation.Rule`: `linear`, `lost`, `passes`, `whole`, `kernel` and so on. All that the
     rule allows is tried on the samples, and it is refused, with a counterexample, where one device gives something else.
 
     >>> import shardwise as sw
@@ -87,7 +87,9 @@ def _check_words(words: dict[str, Any]) -> None:
         elif name in ("whole", "static", "free", "passes", "unoffered"):
             optional(instance, value, (str, tuple, list, set, frozenset), what, "a text, or several")
         else:
-            raise OperatorError(f"sw.rule: {name}= is no word of a rule; see shardwise.rules.notation.Rule for those there are")
+            raise OperatorError(
+                f"sw.rule: {name}= is no word of a rule; see shardwise.propagation.notation.Rule for those there are"
+            )
 
 
 def _check_operator(facts: Any, overload: Any, samples: Sequence[Any]) -> None:

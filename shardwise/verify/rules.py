@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..rules.table import TABLE, find, names_of
+from ..propagation.table import TABLE, find, names_of
 from .calls import Sample
-from .complete import missing
-from .sound import check
+from .completeness import missing
+from .soundness import check
 
 #: How many counterexamples of one operator are kept.
 SHOWN = 3

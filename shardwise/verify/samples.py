@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..rules.table import find
+from ..propagation.table import find
 from .calls import Sample
-from .complete import DTYPES
+from .completeness import DTYPES
 from .spread import filled, flat
 
 try:

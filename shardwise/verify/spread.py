@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..comm import Bundle
-from ..comm.wire import combine
-from ..layout import Layout, make_layout
-from ..mesh import Mesh
-from ..tensor import DTensor
+from ..comm.encoding import combine
+from ..layouts.layout import Layout, make_layout
+from ..layouts.mesh import Mesh
+from ..tensor.dtensor import DTensor
 
 #: Unsigned integers, and what their bits are read as.
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

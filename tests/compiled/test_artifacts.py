@@ -15,9 +15,11 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import worlds
-from shardwise.compiled import artifacts, compile, compile_report, load_artifacts, parcel, save_artifacts
-from shardwise.compiled.parcel import Parcel, pack, unpack
 from shardwise.errors import CompileError
+from shardwise.programs import compile, compile_report, load_artifacts, save_artifacts
+from shardwise.programs.job import artifacts
+from shardwise.programs.job import serialize as parcel
+from shardwise.programs.job.serialize import Parcel, pack, unpack
 from tests.compiled.kernels import kernels, settings
 
 

@@ -15,7 +15,7 @@ from torch._dynamo import graph_break
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Placement, Replicate, Shard
-from shardwise.dispatch import dispatch
+from shardwise.tensor.dispatch import dispatch
 
 MESH = sw.init_mesh(tp=2)
 

@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardwise as sw
 from shardwise import Bundle, Mesh, Shard
-from shardwise.layout import Layout
-from shardwise.redistribute import move
+from shardwise.layouts.layout import Layout
+from shardwise.redistribution.run import move
 from tests.moves import layouts, most, pairs, spread
 
 MESHES = [Mesh(("a",), (3,), range(3), "cpu", "simulated"), Mesh(("a", "b"), (2, 2), range(4), "cpu", "simulated")]

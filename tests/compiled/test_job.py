@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-import shardwise.compiled.election
-import shardwise.compiled.job
+import shardwise.programs.job.compile
+import shardwise.programs.job.election
 from shardwise import Replicate, Shard
-from shardwise.compiled import compile, compile_report, load_artifacts, save_artifacts
-from shardwise.compiled.election import Post
 from shardwise.errors import CompileError
+from shardwise.programs import compile, compile_report, load_artifacts, save_artifacts
+from shardwise.programs.job.election import Post
 from tests.compiled.kernels import kernels, settings
 from tests.processes.pool import Pool
 
@@ -123,7 +123,7 @@ def run_again(folder: str, rows: int) -> list[list[tuple[str, str]]]:
 def attempt(folder: str, during: Callable[..., Any], timeout: float = 60.0) -> str:
     """What a rank is told when compiling goes wrong; Inductor is replaced by `during`."""
     use_folder(folder)
-    with mock.patch.object(shardwise.compiled.job, "compile_local", during):
+    with mock.patch.object(shardwise.programs.job.compile, "compile_local", during):
         try:
             compile(lambda x: x.cos() + during.__name__.count("_"), timeout=timeout)(torch.randn(5))
         except Exception as error:
@@ -154,7 +154,7 @@ def run_slow(folder: str) -> str:
 
 
 def run_death(folder: str) -> None:
-    shardwise.compiled.election.SILENCE = 2.0
+    shardwise.programs.job.election.SILENCE = 2.0
     start = time.monotonic()
     told = attempt(folder, die)
     Path(folder, f"told{dist.get_rank()}").write_text(json.dumps([told, time.monotonic() - start]))

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 
 import shardwise as sw
-from shardwise import Replicate, Shard, identity
-from shardwise.rules.table import TABLE, rule
+from shardwise import Replicate, Shard
+from shardwise.propagation import fingerprint as identity
+from shardwise.propagation.table import TABLE, rule
 from tests.compiled.functions import fake_job
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="this torch asks tensors for no key")

@@ -18,11 +18,11 @@ import shardwise as sw
 from examples import train_gpt
 from examples.moe import MoE
 from shardwise import Replicate, Shard
-from shardwise._aoti import compile_package
+from shardwise._torch.aoti import compile_package
 from shardwise.comm import pretend
 from shardwise.package.export import exported
 from shardwise.package.manifest import Manifest, facts_for, read, write
-from shardwise.tools import wrap
+from shardwise.tensor.toolbox import wrap
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.12" and torch.version.cuda is not None,

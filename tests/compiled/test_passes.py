@@ -21,15 +21,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
-import shardwise.compiled.passes
+import shardwise.programs.passes.order
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard
-from shardwise._torch import local_graphs
-from shardwise.compiled.align import align_leaves
-from shardwise.compiled.moves import MOVE, expand_moves, merge_moves
-from shardwise.compiled.nodes import WAIT, is_view, order
-from shardwise.compiled.passes import _improve, improve, inductor_pass, wait_late
-from shardwise.compiled.reductions import SMALL, bucket
-from shardwise.redistribute import whole_moves
+from shardwise._torch.tensors import local_graphs
+from shardwise.programs.gradients import align_leaves
+from shardwise.programs.passes.all_reduces import SMALL, bucket
+from shardwise.programs.passes.graph import WAIT, is_view, order
+from shardwise.programs.passes.moves import MOVE, expand_moves, merge_moves
+from shardwise.programs.passes.order import _improve, improve, inductor_pass, wait_late
+from shardwise.redistribution.run import whole_moves
 from tests.conftest import SEED
 from tests.simulated.test_programs import describe, programs
 from tests.simulated.test_programs import run as run_steps
@@ -430,7 +430,7 @@ def test_inductor_runs_the_passes_and_keeps_its_programs(job: Any, tmp_path: Any
         _improve(graph, *args)
         left.append(starts(graph.owning_module))
 
-    monkeypatch.setattr(shardwise.compiled.passes, "_improve", seen)
+    monkeypatch.setattr(shardwise.programs.passes.order, "_improve", seen)
     counters, mesh = torch._dynamo.utils.counters, job()
     for hits in (0, 1):
         torch._dynamo.reset()

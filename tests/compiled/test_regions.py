@@ -13,7 +13,8 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise import RematError, Shard, remat, save
-from shardwise.remat import kept_values, watch
+from shardwise.remat import kept_values
+from shardwise.remat import record_replay as watch
 from tests.blocks import gradients, model_and_input, plain, same
 
 #: Dynamo looks at the gradients of a region's inputs.

@@ -20,8 +20,8 @@ from torch.fx import GraphModule
 
 import shardwise as sw
 from shardwise import Shard, remat, save
-from shardwise.compiled.nodes import is_view
-from shardwise.compiled.remat import remat_key
+from shardwise.programs.job.compile import _checkpointing
+from shardwise.programs.passes.graph import is_view
 from tests.compiled.functions import fake_job
 from tests.compiled.test_keys import key_of
 
@@ -304,7 +304,7 @@ def test_another_policy_is_another_program() -> None:
     for policy, count in ((save.matmuls, 1), (save.up_to(3), 2), (save.up_to(3), 2), (save.matmuls, 2), (save.up_to(4), 3)):
         function(x, policy)
         assert len(programs) == count, policy
-    assert len({remat_key(part) for gm in programs for part in gm.modules() if part is not gm}) == 3
+    assert len({_checkpointing(part) for gm in programs for part in gm.modules() if part is not gm}) == 3
 
 
 def policy_keys() -> list[str]:

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 import shardwise as sw
 from shardwise import Shard, remat, save
-from shardwise._torch import local_graphs
+from shardwise._torch.tensors import local_graphs
 from tests.compiled.functions import fake_job
 from tests.rings import dense, same, tensors
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import Shard
-from shardwise.compiled import capture
+from shardwise.programs import capture
 
 
 class Sign(torch.optim.Optimizer):

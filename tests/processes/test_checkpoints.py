@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 import shardwise as sw
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard
 from shardwise.errors import OperatorError, ShardwiseError, WorldError
-from shardwise.layout import Layout
+from shardwise.layouts.layout import Layout
 from tests.moves import layouts
 
 TOLD = "save whole tensors (x.full_tensor() on every rank, then torch.save on one), or use torch.distributed.checkpoint"

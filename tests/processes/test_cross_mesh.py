@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import shardwise as sw
 import tests.samples
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard, ShardwiseError
-from shardwise.bounds import lower_bound
 from shardwise.comm.absent import Absent
-from shardwise.layout import Layout
+from shardwise.layouts.layout import Layout
+from shardwise.planning.bounds import lower_bound
 from tests.laws import placements_of
 
 

@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.comm import door
-from shardwise.comm.debug import announce_batch, finish
+from shardwise.comm.watch.debug import announce_batch, finish
 
 #: All ranks must have raised by then.
 SECONDS = 5.0

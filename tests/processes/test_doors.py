@@ -13,7 +13,7 @@ from shardwise import Replicate, Shard
 from shardwise.comm import Bundle, PerRank, Processes, Simulated, communication, door, init_mesh, trace_comm
 from shardwise.comm.absent import Absent
 from shardwise.errors import MeshError, WorldError
-from shardwise.mesh import Mesh
+from shardwise.layouts.mesh import Mesh
 from tests.processes import ended
 
 INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

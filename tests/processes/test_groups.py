@@ -11,7 +11,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.comm import door
-from shardwise.cost import Link, links
+from shardwise.planning.cost import Link, links
 
 
 def gather_ranks(axes: tuple[str, ...], words: dict[str, Any]) -> list[int]:

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
-from shardwise.held import FEW
+from shardwise.base.process_groups import FEW
 from tests.processes.pool import Pool
 
 #: Threads and descriptors of two groups, more or less: they are freed several at a time, when others are made.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise import Bundle, WorldError, p2p
-from shardwise._groups import AsyncTensor
+from shardwise._torch.groups import AsyncTensor
 from tests import letters
 from tests.processes.pool import Pool
 

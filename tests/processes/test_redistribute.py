@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.layout import Layout
-from shardwise.redistribute import move
+from shardwise.layouts.layout import Layout
+from shardwise.redistribution.run import move
 from tests.moves import BITS, KINDS, agree, check_piece, exact, layouts, pairs, reduced, spread
 
 #: shape, axes, kinds, dtype

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group as resolve
 
 import shardwise as sw
 from shardwise import Shard
-from shardwise._torch import collectives
+from shardwise._torch.tensors import collectives
 from shardwise.comm import Processes
 from shardwise.comm.listener import Listener
 from tests.processes.pool import Pool

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import Mesh, MeshError
-from shardwise.cost import (
+from shardwise.planning.cost import (
     ORDINARY,
     SLOW,
     Link,

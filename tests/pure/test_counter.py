@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.counter import DIGITS, Draw, Spans, bits, fill, index, recipe
-from shardwise.curves import LEAST, MOST, Curve, evaluate, exponential, normal, table
-from shardwise.random import next_key
+from shardwise.random.bits import DIGITS, Draw, Spans, bits, fill, index, recipe
+from shardwise.random.curves import LEAST, MOST, Curve, evaluate, exponential, normal, table
+from shardwise.random.keys import next_key
 
 COUNT = 10_000_000
 LINE = Spans((0,), (COUNT,), (1,))

@@ -15,7 +15,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise import OperatorError
 
-module = sys.modules["shardwise.int_pow"]
+module = sys.modules["shardwise.kernels.int_pow"]
 SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 DTYPES = (*SIGNED, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 EXPONENTS = (*range(71), *random.Random(0).sample(range(71, 2**31), 8), 2**31, 2**63 - 1)

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.layout import Factor, Layout, contiguous_stride, cut, whole
-from shardwise.mesh import Mesh
-from shardwise.pieces import (
+from shardwise.layouts.layout import Factor, Layout, contiguous_stride, cut, whole
+from shardwise.layouts.mesh import Mesh
+from shardwise.redistribution.shards import (
     blocks,
     common,
     copy,

@@ -15,13 +15,13 @@ import pytest
 
 import shardwise as sw
 from shardwise import Mesh, Partial, PlanError, Replicate, Shard
-from shardwise.bounds import lower_bound, missing
-from shardwise.cost import ORDINARY, Link, set_links
-from shardwise.denote import prove
-from shardwise.layout import Factor, Layout, make_layout, whole
-from shardwise.plan import Plan
-from shardwise.search import _FAMILIES, Node, Space, search
-from shardwise.step import Step
+from shardwise.layouts.layout import Factor, Layout, make_layout, whole
+from shardwise.planning.bounds import lower_bound, missing
+from shardwise.planning.cost import ORDINARY, Link, set_links
+from shardwise.planning.plan import Plan
+from shardwise.planning.proof import prove
+from shardwise.planning.search import _FAMILIES, Node, Space, search
+from shardwise.planning.step import Step
 
 NAMES = "abcd"
 

@@ -1,4 +1,4 @@
-"""Samples for the rules of shardwise/rules/chance.py, with parameters that leave nothing to chance (see test_random)."""
+"""Samples for the rules of shardwise/rules/random.py, with parameters that leave nothing to chance (see test_random)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples for the rules of shardwise/rules/factory.py."""
+"""Samples for the rules of shardwise/rules/creation.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples for the rules of shardwise/rules/index.py and shardwise/rules/advanced.py."""
+"""Samples for the rules of shardwise/rules/gather_scatter.py and shardwise/rules/indexing.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples for the rules of shardwise/rules/lists.py: lists whose tensors have layouts of their own."""
+"""Samples for the rules of shardwise/rules/foreach.py: lists whose tensors have layouts of their own."""
 
 from __future__ import annotations
 

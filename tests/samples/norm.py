@@ -1,4 +1,4 @@
-"""Samples for the rules of shardwise/rules/norm.py; sizes are odd so that cuts are uneven."""
+"""Samples for the rules of shardwise/rules/normalisation.py; sizes are odd so that cuts are uneven."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise import DTensor
-from shardwise._torch import decompositions
+from shardwise._torch.tensors import decompositions
 from tests.laws import Sample, sample
 
 aten = torch.ops.aten

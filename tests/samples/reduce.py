@@ -1,4 +1,4 @@
-"""Samples for the rules of shardwise/rules/reduce.py; sizes are odd, and smaller than some meshes, so that shards are uneven
+"""Samples for the rules of shardwise/rules/reduction.py; sizes are odd, and smaller than some meshes, so that shards are uneven
 and empty."""
 
 from __future__ import annotations

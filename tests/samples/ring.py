@@ -1,4 +1,4 @@
-"""Samples for the rules of shardwise/ring.py."""
+"""Samples for the rules of shardwise/rules/ring_attention.py."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.check import integer, number, shown
+from shardwise.base.argument_checks import integer, number, shown
 from tests.arguments import CALLS, NOT_CALLED, NOT_RIGHT_HERE, ONLY_REFUSED, World, callables, judge, trials
 
 

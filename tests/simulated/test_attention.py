@@ -10,7 +10,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise import Bundle, DTensor, Layout, Replicate, Shard
-from shardwise.rules.table import TABLE
+from shardwise.propagation.table import TABLE
 from tests.samples.attention import ON_CUDA
 
 MESH = sw.init_mesh(a=2, b=2)

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.comm import Bundle, PerRank, Simulated
 from shardwise.errors import MeshError, OperatorError, WorldError
-from shardwise.mesh import Mesh
+from shardwise.layouts.mesh import Mesh
 
 DOOR = Simulated()
 MESH = Mesh(("dp", "tp"), (2, 3), range(6), "cpu", "simulated")

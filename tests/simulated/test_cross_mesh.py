@@ -12,10 +12,10 @@ import torch
 
 import shardwise as sw
 from shardwise import DTensor, LayoutError, Mesh, MeshError, Partial, Replicate, Shard
-from shardwise.bounds import lower_bound
 from shardwise.comm import Simulated
 from shardwise.errors import PlanError
-from shardwise.layout import Factor, Layout, cut, make_layout, whole
+from shardwise.layouts.layout import Factor, Layout, cut, make_layout, whole
+from shardwise.planning.bounds import lower_bound
 from tests.laws import distributed, equal, pieces_of
 
 with sw.simulate(16):

@@ -22,13 +22,14 @@ import torch
 from torch.compiler._cache import CacheArtifactManager
 
 import shardwise as sw
-from shardwise.compiled import artifacts, parcel
-from shardwise.compiled.parcel import Parcel, pack
 from shardwise.errors import ShardwiseError
-from shardwise.layout import make_layout
+from shardwise.layouts.layout import make_layout
 from shardwise.package import load, manifest
 from shardwise.package.manifest import Fixed, Manifest, Slot, facts_for, seal, write
-from shardwise.tools import wrap
+from shardwise.programs.job import artifacts
+from shardwise.programs.job import serialize as parcel
+from shardwise.programs.job.serialize import Parcel, pack
+from shardwise.tensor.toolbox import wrap
 from tests.conftest import SEED
 
 TIMES = 1000

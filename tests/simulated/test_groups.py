@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
 from shardwise import Mesh, MeshError, Partial, Replicate, Shard
-from shardwise.cost import ORDINARY, SLOW, set_links
+from shardwise.planning.cost import ORDINARY, SLOW, set_links
 
 PLAIN = sw.init_mesh(dp=2, pp=2, tp=2)
 EXPLICIT = sw.init_mesh(dp=2, pp=2, tp=2, slow=("pp",), groups="explicit")

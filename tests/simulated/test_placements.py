@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
-from shardwise.placement import StridedShard
+from shardwise.layouts.placement import StridedShard
 
 MESHES = [{"tp": 3}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 3, "tp": 2}]
 SHAPES = [(4, 6), (5, 7), (2, 3, 4), (1, 8), (0, 4), (3, 2, 5), (12,)]

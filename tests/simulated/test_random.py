@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard
-from shardwise.random import MOST, State, get_rng_state, next_key, set_rng_state, spans
+from shardwise.random.keys import MOST, State, get_rng_state, next_key, set_rng_state, spans
 from tests.laws import distributed, equal
 
 MESHES = [sw.init_mesh(a=1), sw.init_mesh(a=2), sw.init_mesh(a=4), sw.init_mesh(a=2, b=2)]

@@ -13,8 +13,8 @@ import torch
 
 import shardwise as sw
 from shardwise import Bundle, DTensor, LayoutError, Mesh, Partial, PlanError, Replicate, Shard
-from shardwise.layout import Layout
-from shardwise.redistribute import move
+from shardwise.layouts.layout import Layout
+from shardwise.redistribution.run import move
 from tests.laws import distributed, equal
 from tests.moves import BITS, KINDS, agree, check, layouts, most, pairs, spread
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.rules.table import TABLE
+from shardwise.propagation.table import TABLE
 from tests.laws import MESHES, distributed, equal, every_placement, placements_of, sample
 
 aten = torch.ops.aten

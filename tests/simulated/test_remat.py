@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise import RematError, Replicate, Shard, remat, save
 from shardwise.remat import kept_values
-from shardwise.remat.values import Value
-from shardwise.save import Choice, Made
+from shardwise.remat.names import Value
+from shardwise.remat.policies import Choice, Made
 from tests.blocks import POLICIES, Block, gradients, model_and_input, plain, products, same
 from tests.conftest import SEED
 from tests.laws import distributed

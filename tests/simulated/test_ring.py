@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise import OperatorError, Partial, Replicate, Shard, attend, remat, save
+from shardwise import OperatorError, Partial, Replicate, Shard, remat, save
+from shardwise.kernels import attention as attend
 from tests.rings import dense, ring, same, tensors
 
 

@@ -8,7 +8,7 @@ import pkgutil
 import pytest
 
 import tests.samples
-from shardwise.rules.table import TABLE
+from shardwise.propagation.table import TABLE
 from tests.laws import MESHES, Sample, check, placements_of
 
 SAMPLES: dict[str, list[Sample]] = {}

@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_map_only
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise._torch import decompositions
+from shardwise._torch.tensors import decompositions
 from shardwise.errors import OperatorError
-from shardwise.fallback import choose, decompose
-from shardwise.rules.table import find
-from shardwise.signature import signature
+from shardwise.propagation.table import find
+from shardwise.tensor.fallback import choose, decompose
+from shardwise.tensor.schema import signature
 from shardwise.verify.compare import difference
 from shardwise.verify.spread import spread
 

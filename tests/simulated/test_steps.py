@@ -12,9 +12,9 @@ import torch
 import shardwise as sw
 from shardwise import Bundle, Layout, Mesh, Shard
 from shardwise.comm import Simulated
-from shardwise.plan import Plan
-from shardwise.redistribute import run
-from shardwise.step import Step
+from shardwise.planning.plan import Plan
+from shardwise.planning.step import Step
+from shardwise.redistribution.run import run
 from tests.moves import BITS, KINDS, check, layouts, most, sampled, spread
 
 CASES = [
@@ -237,7 +237,7 @@ class Watched(Simulated):
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Watched:
     watched = Watched()
-    monkeypatch.setattr("shardwise.redistribute.door", lambda mesh, operator: watched)
+    monkeypatch.setattr("shardwise.redistribution.run.door", lambda mesh, operator: watched)
     return watched
 
 

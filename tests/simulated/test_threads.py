@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import Mesh, Replicate, Shard
-from shardwise.form import form_of
-from shardwise.layout import make_layout
-from shardwise.memo import cache_clear, memo
+from shardwise.base.caches import cache_clear, memo
+from shardwise.layouts.layout import make_layout
+from shardwise.layouts.text import form_of
 
 THREADS = 8
 

@@ -15,17 +15,17 @@ import torch
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.__main__ import main
-from shardwise.dispatch import forget
 from shardwise.errors import CommunicationError, OperatorError
-from shardwise.rules.table import TABLE, fingerprint, rule
+from shardwise.propagation.table import TABLE, fingerprint, rule
+from shardwise.tensor.dispatch import forget
 from shardwise.verify import pool
 from shardwise.verify.calls import Sample
-from shardwise.verify.complete import missing
+from shardwise.verify.completeness import missing
 from shardwise.verify.coverage import SWEEPS, page
 from shardwise.verify.operators import Sweep, Verdict, check_operator
 from shardwise.verify.report import check_rules
 from shardwise.verify.samples import operators
-from shardwise.verify.sound import check
+from shardwise.verify.soundness import check
 from shardwise.verify.spread import reduced, split, spread
 
 aten = torch.ops.aten

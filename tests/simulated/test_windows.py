@@ -14,9 +14,9 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise import Mesh, Replicate, Shard
-from shardwise.cost import Link, set_links
-from shardwise.halo import Windows, halo, share
-from shardwise.layout import Factor
+from shardwise.layouts.layout import Factor
+from shardwise.planning.cost import Link, set_links
+from shardwise.rules.halo import Windows, halo, share
 from tests.cases_windows import close, small_net
 
 MESHES = [sw.init_mesh(a=2), sw.init_mesh(a=3), sw.init_mesh(a=4), sw.init_mesh(a=2, b=2)]
@@ -84,7 +84,7 @@ def calls(chance: random.Random) -> Iterator[tuple[Callable[..., Any], list[Tens
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_any_window_of_any_cut(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.windows._seconds", lambda *_: -1.0)  # whatever it costs
+    monkeypatch.setattr("shardwise.rules.windows._seconds", lambda *_: -1.0)  # whatever it costs
     sw.cache_clear()
     chance, sent = random.Random(mesh.size()), 0
     torch.manual_seed(0)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.comm.policy import policy
-from shardwise.comm.record import watching
+from shardwise.comm.watch.log import watching
 from shardwise.debug import CommDebugMode
-from shardwise.mesh import chosen
+from shardwise.layouts.mesh import chosen
 
 
 class Kind(NamedTuple):

@@ -1,0 +1,76 @@
+"""Whether the program that is being traced belongs to one rank only, so that no other rank may be given it.
+
+A traced program is the same on every rank unless a shape or a number of this rank entered it (uneven pieces). Then a cache may
+keep it only under a key that names the rank's coordinate; found out too late for the key, it is not kept at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._torch.tensors import tracing_context, tree_leaves, veto_cache
+from ..base.settings import Setting
+from ..errors import CompileError
+from ..layouts.layout import Layout, PerRank
+
+#: Whether only programs that are the same on every rank may be traced.
+only_alike: Setting[bool] = Setting("only alike", False)
+
+
+class Trace:
+    """What is known of one trace: whether it is of one rank only, and whether its key says so."""
+
+    __slots__ = ("keyed", "specific")
+
+    def __init__(self) -> None:
+        self.specific = self.keyed = False
+
+
+def current() -> Trace | None:
+    """The trace that is going on, or None."""
+    context = tracing_context()
+    if context is None:
+        return None
+    if not hasattr(context, "shardwise"):
+        context.shardwise = Trace()
+    return context.shardwise
+
+
+def is_of_one_rank() -> bool:
+    """Whether ranks may differ in the program that is traced now, in sizes or in what uses a value: what is decided by these
+    might differ, too, and with it the collectives."""
+    trace = current()
+    return trace is not None and trace.specific
+
+
+def mark_specific(because: Any) -> None:
+    """Say that what is traced now, if anything, holds something of this rank: because of a layout, or of values among which
+    some differ from rank to rank."""
+    trace = current()
+    if trace is not None and only_alike.get():
+        refuse_unequal(because)
+    if trace is not None and not trace.specific:
+        trace.specific = True
+        veto_cache(_is_misleading)
+
+
+def refuse_unequal(because: Any) -> None:
+    """Say why a program would be of one rank only."""
+    if isinstance(because, Layout):
+        unequal = [(dim, f) for dim, factors in enumerate(because.dims) for f in factors if min(f.sizes) != max(f.sizes)]
+        dim, factor = unequal[0]
+        sizes, axes = ", ".join(map(str, factor.sizes)), ", ".join(factor.axes)
+        why = f"dim {dim} of {because}, of size {because.shape[dim]}, falls into unequal pieces ({sizes}) over {axes}"
+    else:
+        pairs = [(x.at(0), x.at(1)) for x in tree_leaves(because) if isinstance(x, PerRank)]
+        first, second = next((pair for pair in pairs if pair[0] != pair[1]), ("one thing", "another"))
+        why = f"ranks differ in what they do with their pieces ({first} on the first, {second} on the second)"
+    raise CompileError(
+        f"{why}: the program would be of one rank only; choose sizes that the axes divide, or pad or redistribute the tensor"
+    )
+
+
+def _is_misleading() -> bool:
+    """Whether a cache would give the traced program to other ranks, which it does not fit."""
+    trace = current()
+    return trace is not None and trace.specific and not trace.keyed

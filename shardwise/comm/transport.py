@@ -1,0 +1,218 @@
+"""The door: the one narrow interface through which every communication and every per-rank step goes.
+
+A *local value* is what a rank holds: an ordinary tensor behind real process groups (a shape without data where the rank is
+not in the mesh), a bundle of one tensor per place in a simulated world. Nothing outside this package knows which. `axes` are
+always given in the order of the root mesh; a group's ranks are ordered by `mesh.peers(place, axes)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..errors import LayoutError, OperatorError, WorldError
+from ..layouts.layout import PerRank
+from ..layouts.mesh import Mesh
+from .messages import Batch
+
+#: Elements for each of a group, in group order; they may differ from rank to rank.
+Counts = tuple[int, ...] | PerRank
+
+
+class Assumed(NamedTuple):
+    """What a line of the program gave to `from_local` without a check: a tensor of its shape, and the shape it should have on
+    each rank."""
+
+    line: str
+    given: Tensor
+    shape: PerRank
+
+
+class Door(Protocol):
+    """What a world offers. All verbs are collective over the mesh: every rank of it calls them in the same order. A rank that
+    is not in the mesh may call them: it communicates nothing, and its result has the shape of the first place's."""
+
+    def ready(self, mesh: Mesh) -> None:
+        """Make whatever communication on the mesh needs, since a graph from a compile cache runs where nothing was traced."""
+
+    def traced(self, x: Tensor) -> bool:
+        """Whether a local value only stands for what a program will compute that is traced here and runs on every rank."""
+
+    def place(self, mesh: Mesh) -> int:
+        """Where this rank stands in the mesh, -1 if it is not in it; 0 where all ranks are in this process."""
+
+    def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Reduce over the group by kind (sum, max, min, product, band, bor, bxor); a new tensor."""
+
+    def all_gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Concatenate along dim 0, in group order; x has one shape on all ranks of the group and at least one dim."""
+
+    def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Reduce, and keep this rank's equal chunk of dim 0, in group order."""
+
+    def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """x is 1-D: `send[i]` elements go to the i-th of the group, `receive[i]` come from it; a 1-D result."""
+
+    def exchange(self, sent: Sequence[Tensor], batch: Batch) -> list[Tensor]:
+        """What a rank receives (zeros where nobody sends to it) of tensors that ranks send to one another; tensors may still
+        be on their way, and have to be waited for."""
+
+    def broadcast(self, x: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
+        """The value of the rank at coordinate `source` of every axis of the mesh, on all ranks along these axes."""
+
+    def each(self, function: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
+        """`function(*args)` on every rank, local values and `PerRank` arguments (also inside lists and tuples) replaced
+        by that rank's own; gives a local value, or a tuple of them, as the function does. No communication."""
+
+    def number(self, value: PerRank, mesh: Mesh) -> Tensor:
+        """A 0-d int64 local value from one int per place (an offset, say): no rank's int enters a traced graph."""
+
+    def replicate(self, tensor: Tensor, mesh: Mesh) -> Tensor:
+        """An ordinary tensor, equal on every rank, as a local value. It may share memory: not to be written to."""
+
+    def plain(self, x: Tensor) -> Tensor:
+        """A local value that is equal on every rank, as an ordinary tensor; an error on a rank that holds nothing."""
+
+    def own(self, x: Tensor, mesh: Mesh, shape: PerRank) -> Tensor:
+        """What a rank made by itself, of the given shape, as a local value; what a rank outside the mesh made is left out."""
+
+    def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
+        """A local value on the mesh `have` as one on the mesh `want`: a rank in both keeps what it holds, a rank new in `want`
+        gets uninitialised memory of `shape`. No communication."""
+
+    def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+        """The local shape at every place of the root mesh (communicates where ranks are processes); nothing on a rank outside
+        the mesh, which no one tells. An error where dtypes, devices or requires_grad differ."""
+
+    def assume(self, x: Tensor, mesh: Mesh, shape: PerRank) -> None:
+        """Take it that what each rank made by itself has the given shape: checked here where that takes no communication, else
+        with the next communication on the mesh (`assumed`), once for each line of the program."""
+
+    def assumed(self, mesh: Mesh) -> list[Assumed]:
+        """What was assumed of this mesh and is not checked yet; from now on it counts as checked."""
+
+    def agree(self, fact: str, mesh: Mesh, due: bool) -> None:
+        """Have the ranks compare something that must be the same on all, and raise on all if it is not; what is not `due`, only
+        in debug mode."""
+
+    def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
+        """Say that this rank raises an error that may be its own only, so that those that wait for it raise as well; `alone`
+        says that it surely is."""
+
+
+class Around:
+    """Half a door: what does not communicate is passed on to another door. One that watches adds the verbs that do."""
+
+    __slots__ = ("_door",)
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    def ready(self, mesh: Mesh) -> None:
+        """Pass on."""
+        self._door.ready(mesh)
+
+    def traced(self, x: Tensor) -> bool:
+        """Pass on."""
+        return self._door.traced(x)
+
+    def place(self, mesh: Mesh) -> int:
+        """Pass on."""
+        return self._door.place(mesh)
+
+    def each(self, function: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
+        """Pass on."""
+        return self._door.each(function, mesh, *args)
+
+    def number(self, value: PerRank, mesh: Mesh) -> Tensor:
+        """Pass on."""
+        return self._door.number(value, mesh)
+
+    def replicate(self, tensor: Tensor, mesh: Mesh) -> Tensor:
+        """Pass on."""
+        return self._door.replicate(tensor, mesh)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Pass on."""
+        return self._door.plain(x)
+
+    def own(self, x: Tensor, mesh: Mesh, shape: PerRank) -> Tensor:
+        """Pass on."""
+        return self._door.own(x, mesh, shape)
+
+    def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
+        """Pass on."""
+        return self._door.reseat(x, have, want, shape)
+
+    def agree(self, fact: str, mesh: Mesh, due: bool) -> None:
+        """Pass on."""
+        self._door.agree(fact, mesh, due)
+
+    def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
+        """Pass on."""
+        self._door.report(error, mesh, where, alone)
+
+    def assume(self, x: Tensor, mesh: Mesh, shape: PerRank) -> None:
+        """Pass on."""
+        self._door.assume(x, mesh, shape)
+
+    def assumed(self, mesh: Mesh) -> list[Assumed]:
+        """Pass on."""
+        return self._door.assumed(mesh)
+
+
+# ── what every world checks alike ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_chunks(rows: int, parts: int, axes: tuple[str, ...]) -> None:
+    """Refuse a reduce_scatter whose dim 0 does not fall into equal chunks."""
+    if rows % parts:
+        raise OperatorError(
+            f"reduce_scatter over axes {axes}: dim 0 has {rows} rows, which {parts} ranks cannot share equally; pad it first"
+        )
+
+
+class Fact(NamedTuple):
+    """What ranks tell each other of a local tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    requires_grad: bool
+
+    @staticmethod
+    def of(x: Tensor) -> Fact:
+        """The facts of a tensor."""
+        return Fact(tuple(x.shape), str(x.dtype), x.device.type, x.requires_grad)
+
+
+def alike(facts: Sequence[Fact], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """The shapes, if the ranks agree on all else.
+
+    >>> mesh = Mesh(("tp",), (2,), range(2), "cpu", "simulated")
+    >>> alike([Fact((2, 3), "torch.float32", "cpu", False), Fact((1, 3), "torch.float32", "cpu", False)], mesh)
+    ((2, 3), (1, 3))
+    """
+    first = facts[0]
+    for name in ("number of dims", "dtype", "device", "requires_grad"):
+        told = [len(fact.shape) if name == "number of dims" else getattr(fact, name) for fact in facts]
+        for rank, value in zip(mesh.ranks, told, strict=True):
+            if value != told[0]:
+                raise WorldError(
+                    f"from_local: the local tensors differ in {name}: {told[0]} on rank {mesh.ranks[0]} (shape "
+                    f"{list(first.shape)}), {value} on rank {rank}; give the same on every rank"
+                )
+    return tuple(fact.shape for fact in facts)
+
+
+def check_pieces(shapes: Sequence[Sequence[int]], shape: PerRank, mesh: Mesh, line: str = "") -> None:
+    """Refuse local tensors whose shapes are not those that were assumed."""
+    if any(tuple(have) != tuple(shape.at(place)) for place, have in enumerate(shapes)):
+        told = ", ".join(f"{list(have)} on rank {rank}" for rank, have in zip(mesh.ranks, shapes, strict=True))
+        raise LayoutError(
+            f"from_local{line and f' at {line}'}: local tensors are not equal shards, nor those of the given shape: {told}; "
+            "give run_check=True, which asks the ranks for their shapes, or the size of each shard, as in "
+            "Shard(0, sizes=(1, 3)), or the shape of the whole (shape=) where they are its chunks"
+        )

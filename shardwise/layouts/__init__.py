@@ -1,0 +1,12 @@
+"""The nouns: meshes, placements and layouts. Frozen, interned values that print on one line and communicate nothing.
+
+In the order of imports, which go down only:
+
+    mesh       `Mesh`: named axes, sizes, ranks, sub-meshes, coordinates, fingerprint, slow axes, usable groups
+    placement  `Shard`, `StridedShard`, `Replicate`, `Partial`
+    dtypes     how dtypes are written, their extremes, the identities of reductions
+    factor     `Factor`: how mesh axes cut a factor of a dim
+    dims       how placements cut a dim, and which placements say so
+    layout     `Layout`: the canonical, interned form; local shapes and offsets
+    text       `Form`: a layout without its sizes, as text
+"""

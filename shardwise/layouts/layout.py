@@ -1,0 +1,539 @@
+"""Layout: what every rank holds of a global tensor. Immutable, interned (equality is identity), one line when printed.
+
+A dim is an ordered product of *factors*, almost always one. A factor is cut by an ordered tuple of mesh axes (major to minor)
+into one contiguous interval per shard. An axis that cuts nothing replicates, or is pending a reduction (Partial).
+
+>>> mesh = Mesh(("dp", "tp"), (2, 4), range(8), "cpu", "simulated")
+>>> make_layout((8, 16), mesh, [Shard(0), Replicate()])
+f32[8@dp, 16]
+>>> make_layout((10, 16), mesh, {"tp": Shard(0, sizes=(1, 2, 3, 4)), "dp": Partial()})
+f32[10@tp{1,2,3,4}, 16 | sum@dp]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, cast
+from urllib.parse import unquote
+from weakref import WeakValueDictionary
+
+import torch
+from torch import SymInt
+
+from .._torch.tensors import OpaqueBaseMeta, constant_type, hint, known
+from ..base.argument_checks import a_dtype, a_text, instance, integer, integers, optional, refuse, several, shown, sizes
+from ..base.caches import intern
+from ..errors import LayoutError, MeshError
+from .dims import dim_of, shards_of, size_of
+from .dtypes import DTYPES
+from .factor import Dim, Factor, Run, canonical, cut, default_sizes, shard_runs, whole
+from .mesh import Mesh, quote
+from .placement import KINDS, Partial, Placement, Replicate, Shard, taken
+
+__all__ = [
+    "Dim",
+    "Factor",
+    "Layout",
+    "Number",
+    "PerRank",
+    "Placements",
+    "Run",
+    "SymbolicLayout",
+    "canonical",
+    "contiguous_stride",
+    "cut",
+    "default_sizes",
+    "dense_stride",
+    "make_layout",
+    "restore_layout",
+    "shard_runs",
+    "whole",
+    "whole_shape",
+]
+
+Placements = Sequence[Placement] | Mapping[str, Placement]
+
+_REPLICATE = Replicate()
+#: What a layout is made of.
+_PARTS = {
+    "mesh": "a Mesh",
+    "dims": "for each dim a list of factors",
+    "partials": "pairs of an axis and what is pending there, such as ('dp', 'sum')",
+    "dtype": "a torch.dtype",
+    "stride": "an integer for each dim",
+}
+
+#: Reductions that do not exist for some dtypes.
+_NOT_OF: dict[str, Callable[[torch.dtype], bool]] = {
+    **dict.fromkeys(("max", "min"), lambda dtype: dtype.is_complex),
+    **dict.fromkeys(("band", "bor", "bxor"), lambda dtype: dtype.is_floating_point or dtype.is_complex),
+}
+
+
+class PerRank:
+    """A value that depends on the place in the root mesh, computed where it is needed.
+
+    >>> PerRank(lambda place: place * 10).at(3)
+    30
+    """
+
+    __slots__ = ("_function", "_known")
+
+    def __init__(self, function: Callable[[int], Any]) -> None:
+        self._function = function
+        self._known: dict[int, Any] = {}
+
+    def at(self, place: int) -> Any:
+        """The value at a place of the root mesh."""
+        if place not in self._known:
+            self._known[place] = self._function(place)
+        return self._known[place]
+
+
+class Number(PerRank):
+    """An int per place that reaches a kernel as a 0-d tensor, so that no rank's int enters a traced graph."""
+
+    __slots__ = ()
+
+
+class Layout(metaclass=OpaqueBaseMeta):
+    """Mesh, shape, stride, dtype, and for each dim which axes cut it and how. Made by `make_layout` or `Layout.of`."""
+
+    __slots__ = (
+        "__weakref__",
+        "device",
+        "dims",
+        "dtype",
+        "even",
+        "mesh",
+        "nbytes",
+        "ndim",
+        "partials",
+        "shape",
+        "states",
+        "stride",
+    )
+    mesh: Mesh
+    dims: tuple[Dim, ...]
+    partials: tuple[tuple[str, str], ...]
+    shape: torch.Size
+    ndim: int
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    #: axis → the dim it cuts (int) or the kind that is pending (str); absent where it replicates
+    states: dict[str, int | str]
+    #: whether every rank holds a local tensor of the same shape
+    even: bool
+    #: bytes of the largest local piece
+    nbytes: int
+
+    @staticmethod
+    def of(
+        mesh: Mesh,
+        dims: Iterable[Iterable[Factor]],
+        partials: Iterable[tuple[str, str]] = (),
+        dtype: torch.dtype = torch.float32,
+        stride: Sequence[int] | None = None,
+    ) -> Layout:
+        """The interned layout of these parts; dims need not be canonical."""
+        try:
+            placed = tuple([canonical(dim) for dim in dims])
+            shape = torch.Size([dim[0].size if len(dim) == 1 else math.prod(f.size for f in dim) for dim in placed])
+            strides = contiguous_stride(shape) if stride is None else tuple(stride)
+            pending = tuple(sorted(partials, key=lambda item: mesh.axes.index(item[0])))
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            _refuse_parts(mesh, dims, partials, dtype, stride)
+            parts = ", ".join(f"{name} ({allowed})" for name, allowed in _PARTS.items())
+            raise LayoutError(f"Layout.of: these parts make no layout, which has {parts}") from error
+        content = (mesh, placed, pending, dtype, strides)
+        try:
+            found = _layouts.get(content)
+        except TypeError:  # a size is a symbol
+            return _with_symbols(content)
+        if found is None:
+            found = intern(_layouts, content, lambda: _build(content, shape))
+        return found
+
+    def replace(self, **changes: Any) -> Layout:
+        """This layout with some of mesh, dims, partials, dtype, stride changed."""
+        if not changes.keys() <= _PARTS.keys():
+            raise LayoutError(f"Layout.replace changes some of {', '.join(_PARTS)}, got {', '.join(changes)}")
+        return Layout.of(**{name: changes.get(name, getattr(self, name)) for name in _PARTS})
+
+    def without(self, axes: Iterable[str]) -> Layout:
+        """This layout with `axes` replicated: cuts by them and reductions over them gone."""
+        known = self.mesh.root.axis_sizes.keys()
+        gone = frozenset(axes) if isinstance(axes, frozenset | tuple | dict) else frozenset(self.mesh.sorted_axes(axes))
+        if not gone <= known:
+            self.mesh.sorted_axes(gone)  # which says what is not known
+        if not gone & self.states.keys():
+            return self
+        dims = [[_uncut(f, gone, self.mesh) for f in dim] for dim in self.dims]
+        return self.replace(dims=dims, partials=[(a, k) for a, k in self.partials if a not in gone])
+
+    @property
+    def concrete(self) -> Layout:
+        """This layout; for one with symbolic sizes, the same at the sizes at hand."""
+        return self
+
+    def reduced(self) -> Layout:
+        """This layout with nothing pending."""
+        return self.replace(partials=()) if self.partials else self
+
+    def replicated(self) -> Layout:
+        """This layout with every axis replicated."""
+        return self.without(self.states)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis; they say all: `make_layout` of them is this layout (a `StridedShard` where a plain one
+        would not do)."""
+        told: dict[str, Placement] = {axis: Partial(kind) for axis, kind in self.partials}
+        for index, dim in enumerate(self.dims):
+            told |= shards_of(index, dim, self.mesh)
+        return tuple(told.get(axis, _REPLICATE) for axis in self.mesh.axes)
+
+    def axes_of(self, dim: int) -> tuple[str, ...]:
+        """The axes that cut a dim, major to minor."""
+        try:
+            return tuple(axis for factor in self.dims[dim] for axis in factor.axes)
+        except (IndexError, TypeError):
+            _refuse_dim(dim, self.ndim)
+
+    def local_shape(self, place: int) -> tuple[int, ...]:
+        """The shape of what the rank at a place of the root mesh holds."""
+        point = self._point(place)
+        return tuple(math.prod(f.sizes[self.shard_at(f, point)] for f in dim) for dim in self.dims)
+
+    def runs(self, dim: int, place: int) -> list[Run]:
+        """The intervals of global indices of a dim that the rank at `place` holds, ascending."""
+        point = self._point(place)
+        try:
+            return shard_runs(self.dims[dim], [self.shard_at(factor, point) for factor in self.dims[dim]])
+        except (IndexError, TypeError):
+            _refuse_dim(dim, self.ndim)
+
+    def _point(self, place: int) -> tuple[int, ...]:
+        """The coordinate of a place of the root mesh."""
+        if type(place) is not int or not 0 <= place < len(self.mesh.ranks):
+            integer(place, "Layout: place", 0, len(self.mesh.ranks) - 1)
+        return self.mesh.coordinates[place]
+
+    def offset(self, place: int) -> tuple[int, ...]:
+        """The first global index of each dim that the rank at `place` holds (its size where it holds none)."""
+        firsts = (self.runs(dim, place) for dim in range(self.ndim))
+        return tuple(runs[0][0] if runs else size for runs, size in zip(firsts, self.shape, strict=True))
+
+    def shard(self, factor: Factor, place: int) -> int:
+        """Which shard of a factor the rank at `place` holds."""
+        return self.shard_at(factor, self._point(place))
+
+    def shard_at(self, factor: Factor, point: tuple[int, ...]) -> int:
+        """Which shard of a factor the rank at a coordinate of the mesh holds."""
+        index, mesh = 0, self.mesh
+        for axis in factor.axes:
+            index = index * mesh.axis_sizes[axis] + point[mesh.axes.index(axis)]
+        return index
+
+    def held(self, dim: int) -> int:
+        """The size of a dim in the largest local piece."""
+        try:
+            return math.prod(hint(max(f.sizes)) for f in self.dims[dim])
+        except (IndexError, TypeError):
+            _refuse_dim(dim, self.ndim)
+
+    def __repr__(self) -> str:
+        dims = ", ".join(_describe(dim, self.mesh) for dim in self.dims)
+        pending = ", ".join(f"{kind}@{axis}" for axis, kind in self.partials)
+        return f"{DTYPES.get(self.dtype, str(self.dtype))}[{dims}{' | ' if pending else ''}{pending}]"
+
+    def __eq__(self, other: object) -> bool:
+        # torch's own Python code asks `x.layout == torch.strided` of every tensor (torch.norm does), and a DTensor is that.
+        return self is other or other is torch.strided
+
+    __hash__ = object.__hash__
+
+    def write(self) -> str:
+        """This layout as text that `Layout.read` reads in any process."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        dims = [
+            "*".join(f"{f.size}@{'+'.join(map(quote, f.axes))}:{':'.join(map(str, f.sizes))}" for f in d) for d in self.dims
+        ]
+        pending = [f"{kind}@{quote(axis)}" for axis, kind in self.partials]
+        return " ".join([self.mesh.text, f"[{','.join(dims)}]", ",".join(pending), dtype, ",".join(map(str, self.stride))])
+
+    @staticmethod
+    def read(text: str) -> Layout:
+        """The layout that a text tells.
+
+        >>> layout = make_layout((9, 4), Mesh(("tp",), (2,), range(2), "cpu", "simulated"), [Shard(0, (4, 5))])
+        >>> Layout.read(layout.write()) is layout
+        True
+        """
+        a_text(text, "Layout.read: text", "what layout.write() gives")
+        try:
+            mesh, dims, partials, dtype, stride = text.split(" ")
+            factors = [[_read_factor(word) for word in dim.split("*")] for dim in dims[1:-1].split(",") if dim]
+            pending = [(unquote(axis), kind) for kind, _, axis in (word.partition("@") for word in partials.split(",") if word)]
+            steps, kind = [int(n) for n in stride.split(",") if n], getattr(torch, dtype)
+        except (AttributeError, ValueError):
+            raise LayoutError(f"Layout.read: text is what layout.write() gives, got {shown(text)}") from None
+        return Layout.of(Mesh.read(mesh), factors, pending, kind, steps)
+
+    def settled(self) -> Layout:
+        """This layout: its sizes are numbers."""
+        return self
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """This layout as code of a traced program, and what its names mean."""
+        return f"Layout.read({self.write()!r})", {"Layout": Layout}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return restore_layout, (self.mesh, self.dims, self.partials, self.dtype, self.stride)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        return self
+
+
+def _refuse_dim(dim: Any, ndim: int) -> NoReturn:
+    integer(dim, "Layout: dim", -ndim, ndim - 1)
+    refuse("Layout: dim", f"an integer from {-ndim} to {ndim - 1}", dim)
+
+
+def _refuse_parts(mesh: Any, dims: Any, partials: Any, dtype: Any, stride: Any) -> None:
+    """Say which part is none that a layout has, if one is."""
+    instance(mesh, Mesh, "Layout.of: mesh", "a Mesh")
+    a_dtype(dtype, "Layout.of: dtype")
+    optional(integers, stride, "Layout.of: stride", 0)
+    for pair in several(partials, "Layout.of: partials", _PARTS["partials"]):
+        if not isinstance(pair, tuple) or len(pair) != 2 or pair[1] not in KINDS:
+            refuse("Layout.of: one of partials", _PARTS["partials"], pair)
+        mesh.size_of(pair[0])
+    for dim in several(dims, "Layout.of: dims", _PARTS["dims"]):
+        for factor in several(dim, "Layout.of: one of dims", _PARTS["dims"]):
+            instance(factor, Factor, "Layout.of: one of dims", _PARTS["dims"])
+
+
+def _read_factor(text: str) -> Factor:
+    size, _, cuts = text.partition("@")
+    axes, *sizes = cuts.split(":")
+    return Factor(int(size), tuple(map(unquote, axes.split("+"))) if axes else (), tuple(map(int, sizes)))
+
+
+def _with_symbols(content: tuple[Any, ...]) -> Layout:
+    """The layout of these parts; symbols that torch knows to be numbers become numbers."""
+    mesh, dims, pending, dtype, stride = content
+    a_dtype(dtype, "layout: dtype")
+    dims = tuple(tuple(Factor(known(f.size), f.axes, tuple(map(known, f.sizes))) for f in dim) for dim in dims)
+    stride = tuple(map(known, stride))
+    if not any(isinstance(n, SymInt) for n in (*(n for dim in dims for f in dim for n in (f.size, *f.sizes)), *stride)):
+        return Layout.of(mesh, dims, pending, dtype, stride)
+    if any(isinstance(f.size, SymInt) and any(n != f.sizes[0] for n in f.sizes) for dim in dims for f in dim):
+        raise TypeError("uneven pieces of a symbolic size depend on the rank: the size has to be settled")
+    shape = torch.Size([math.prod(f.size for f in dim) for dim in dims])
+    return _build((mesh, dims, pending, dtype, stride), shape, SymbolicLayout)
+
+
+class SymbolicLayout(Layout):
+    """A layout in a program that is traced for all sizes: some sizes are symbols (`torch.SymInt`).
+
+    Rules work with it as with any other; torch notes whatever they find out about a symbol, and a program is used only for
+    sizes of which the same holds. It is not interned and has no hash, so that no cache keeps what belongs to one trace. What is
+    chosen by its price is chosen for the sizes at hand (`concrete`).
+    """
+
+    __slots__ = ("_concrete",)
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def concrete(self) -> Layout:
+        """This layout at the sizes at hand."""
+        if not hasattr(self, "_concrete"):
+            dims = [[Factor(hint(f.size), f.axes, tuple(map(hint, f.sizes))) for f in dim] for dim in self.dims]
+            self._concrete = Layout.of(self.mesh, dims, self.partials, self.dtype, tuple(map(hint, self.stride)))
+        return self._concrete
+
+    def write(self) -> str:
+        """The text of this layout at the sizes at hand, and for no others."""
+        return self.settled().write()
+
+    def settled(self) -> Layout:
+        """This layout at the sizes at hand, and for no others: torch is told that the symbols are these numbers."""
+        for size in (*(f.size for dim in self.dims for f in dim), *self.stride):
+            int(size)
+        return self.concrete
+
+
+def restore_layout(*parts: Any) -> Layout:
+    """The layout of the parts that a pickle holds (a function of its own: a pickle names it without `getattr`)."""
+    return Layout.of(*parts)
+
+
+constant_type(Layout)
+_layouts: WeakValueDictionary[tuple[Any, ...], Layout] = WeakValueDictionary()
+
+
+def _build(content: tuple[Any, ...], shape: torch.Size, cls: type[Layout] | None = None) -> Layout:
+    self = object.__new__(cls or Layout)
+    self.mesh, self.dims, self.partials, self.dtype, self.stride = content
+    a_dtype(self.dtype, "layout: dtype")
+    instance(self.mesh, Mesh, "Layout.of: mesh", "a Mesh")
+    self.shape, self.ndim, self.device = shape, len(shape), _device(self.mesh.device)
+    self.states = {axis: i for i, dim in enumerate(self.dims) for f in dim for axis in f.axes}
+    self.even = all(min(f.sizes) == max(f.sizes) for dim in self.dims for f in dim)
+    self.nbytes = math.prod([hint(max(f.sizes)) for dim in self.dims for f in dim]) * self.dtype.itemsize
+    if len(self.stride) != len(shape) or not all(isinstance(n, int | SymInt) for n in self.stride):
+        raise LayoutError(f"{self!r}: stride has a number for each of {len(shape)} dims, got {shown(self.stride)}")
+    for axis, kind in self.partials:
+        if kind in _NOT_OF and _NOT_OF[kind](self.dtype):
+            raise LayoutError(f"{self!r}: {self.dtype} has no {kind}, so no tensor of it can be pending one on axis {axis!r}")
+        if axis in self.states:
+            raise LayoutError(f"axis {axis!r} cannot both cut dim {self.states[axis]} and be pending a {kind}")
+        self.states[axis] = kind
+    kinds = {kind for _, kind in self.partials}
+    if len(kinds) > 1 and not kinds <= {"sum", "avg"}:
+        raise LayoutError(
+            f"{self!r}: a tensor cannot be pending {' and '.join(sorted(kinds))} at once, since their order would matter; "
+            "only sum and avg mix. Redistribute one of the axes to Replicate() first"
+        )
+    return self
+
+
+def _device(kind: str) -> torch.device:
+    """This process's device of a kind; autograd refuses a CUDA device without its index."""
+    device = torch.device(kind)
+    return torch.device(kind, torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a contiguous tensor.
+
+    >>> contiguous_stride((2, 3, 4))
+    (12, 4, 1)
+    """
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a tensor without gaps whose dims lie in memory in the order of another stride.
+
+    >>> dense_stride((4, 6), (1, 2))
+    (1, 4)
+    """
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(reversed(range(len(shape))), key=like.__getitem__):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(stride)
+
+
+def _uncut(factor: Factor, gone: frozenset[str], mesh: Mesh) -> Factor:
+    keep = [axis for axis in factor.axes if axis not in gone]
+    if len(keep) == len(factor.axes):
+        return factor
+    if keep and factor.axes[: len(keep)] == tuple(keep):
+        step = math.prod(mesh.axis_sizes[axis] for axis in factor.axes[len(keep) :])
+        sizes = [sum(factor.sizes[i : i + step]) for i in range(0, len(factor.sizes), step)]
+        return Factor(factor.size, tuple(keep), tuple(sizes))
+    return cut(factor.size, keep, mesh) if keep else whole(factor.size)
+
+
+def _describe(dim: Dim, mesh: Mesh) -> str:
+    text = "*".join(factor.describe(mesh) for factor in dim)
+    return text if len(dim) == 1 else f"({text})"
+
+
+def make_layout(
+    shape: Sequence[int],
+    mesh: Mesh | Any,
+    placements: Placements | Layout,
+    dtype: torch.dtype = torch.float32,
+    stride: Sequence[int] | None = None,
+) -> Layout:
+    """A layout from placements: one per mesh axis, or by axis name (the order of names is then the order of the cuts).
+
+    >>> mesh = Mesh(("dp", "tp"), (2, 2), range(4), "cpu", "simulated")
+    >>> make_layout((8, 4), mesh, {"tp": Shard(0), "dp": Shard(0)})
+    f32[8@(tp,dp), 4]
+    """
+    mesh = Mesh.from_torch(mesh)
+    a_dtype(dtype, "layout: dtype")
+    size, stride = sizes(shape, "layout: shape"), optional(integers, stride, "layout: stride", 0)
+    if isinstance(placements, Layout):
+        known = not any(isinstance(n, SymInt) for n in (*size, *placements.shape))
+        if (known and size != tuple(placements.shape)) or placements.mesh is not mesh:
+            raise LayoutError(
+                f"placements={placements} is a layout on mesh {placements.mesh}, and the tensor has shape {list(size)} on mesh "
+                f"{mesh}; give a layout of these, or placements"
+            )
+        return placements.replace(dtype=dtype, stride=stride)
+    cuts, partials = _cuts(size, mesh, placements)
+    dims = [dim_of(n, shards, mesh) for n, shards in zip(size, cuts, strict=True)]
+    return Layout.of(mesh, dims, partials, dtype, stride)
+
+
+def whole_shape(local: Sequence[int], mesh: Mesh, placements: Placements) -> tuple[int, ...]:
+    """The shape of a tensor of which every rank holds as much, or as much as the placements say.
+
+    >>> whole_shape((2, 3), Mesh(("tp",), (2,), range(2), "cpu", "simulated"), [Shard(1)])
+    (2, 6)
+    """
+    return tuple(size_of(n, shards, mesh) for n, shards in zip(local, _cuts(local, mesh, placements)[0], strict=True))
+
+
+def _cuts(
+    shape: Sequence[int], mesh: Mesh, placements: Placements
+) -> tuple[list[list[tuple[str, Shard]]], list[tuple[str, str]]]:
+    """The axes that cut each dim, and those that are pending."""
+    cuts: list[list[tuple[str, Shard]]] = [[] for _ in shape]
+    partials = []
+    for axis, placement in by_axis(mesh, placements).items():
+        if isinstance(placement, Shard):
+            cuts[_dim(placement.dim, tuple(shape), mesh, axis)].append((axis, placement))
+        elif isinstance(placement, Partial):
+            partials.append((axis, placement.reduce_op))
+    return cuts, partials
+
+
+def by_axis(mesh: Mesh, placements: Placements) -> dict[str, Placement]:
+    """What a user wants of each axis, checked as far as it can be without a tensor."""
+    if isinstance(placements, Mapping):
+        for axis in placements:
+            if axis not in mesh.axis_sizes:
+                raise MeshError(f"placements: mesh {mesh} has no axis {shown(axis)}; its axes are {', '.join(mesh.axes)}")
+        given = dict(placements)
+    else:
+        if taken(placements) is not None:
+            placements = cast(Sequence[Placement], (placements,))
+        placements = several(placements, "placements", "one Shard, Replicate or Partial for each axis, or these by axis name")
+        if len(placements) != mesh.ndim:
+            raise LayoutError(
+                f"mesh {mesh} has {mesh.ndim} axes and takes {mesh.ndim} placements, got {len(placements)}: "
+                f"{shown(placements)}; name the axes ({{{mesh.axes[0]!r}: Shard(0)}}) to leave some replicated"
+            )
+        given = dict(zip(mesh.axes, placements, strict=True))
+    return {axis: _taken(axis, placement) for axis, placement in given.items()}
+
+
+def _taken(axis: str, given: object) -> Placement:
+    found = taken(given)
+    if found is None:
+        raise LayoutError(f"placements: axis {axis!r} takes Shard, Replicate or Partial, got {shown(given)}")
+    return found
+
+
+def _dim(dim: int, shape: tuple[int, ...], mesh: Mesh, axis: str) -> int:
+    if not -len(shape) <= dim < len(shape):
+        raise LayoutError(
+            f"Shard({dim}) on axis {axis!r} of mesh {mesh}: the tensor has {len(shape)} dims {list(shape)}; "
+            f"use a dim from {-len(shape)} to {len(shape) - 1}"
+            if shape
+            else f"Shard({dim}) on axis {axis!r} of mesh {mesh}: a tensor without dims cannot be cut; use Replicate()"
+        )
+    return dim % len(shape)

@@ -1,0 +1,65 @@
+"""How programs in packages communicate: by operators in Python, which let other threads have the interpreter meanwhile.
+
+What runs a package holds the interpreter's lock. A backend's thread drops tensors that Python knows of, for which it needs that
+lock, and may hold one of the backend's own meanwhile. Were a collective begun or waited for in C++, the program would wait for
+the backend's lock with the interpreter's, and the two threads for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph
+
+from .._torch.tensors import collectives, schema
+
+WAIT = collectives.wait_tensor.default
+#: Collectives that write into a copy of what they are given, and those that read it until they are waited for.
+WRITING = ("all_reduce", "broadcast", "all_reduce_coalesced")
+READING = (
+    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"),
+    *("all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
+)
+
+# ── to begin ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _begins(begin: Any, reading: bool) -> Callable[..., Any]:
+    def now(given: Tensor | list[Tensor], *args: Any) -> Any:
+        if reading:  # of a copy: no compiler knows that the memory is in use until the wait
+            given = given.clone() if isinstance(given, Tensor) else [x.clone() for x in given]
+        return begin(given, *args)
+
+    return now
+
+
+_BEGIN: dict[Any, Any] = {}
+for _name in (*WRITING, *READING):
+    _known = getattr(collectives, _name).default
+    _signature = str(schema(_known)).partition("(")[2]
+    torch.library.define(f"shardwise::begin_{_name}", f"({_signature}")
+    torch.library.impl(f"shardwise::begin_{_name}", "CompositeExplicitAutograd", _begins(_known, _name in READING))
+    torch.library.register_fake(f"shardwise::begin_{_name}", _known)
+    _BEGIN[_known] = getattr(torch.ops.shardwise, f"begin_{_name}").default
+
+# ── to wait ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+torch.library.define("shardwise::settle", "(Tensor x) -> Tensor")
+
+
+def _settle(x: Tensor) -> Tensor:
+    return torch.clone(WAIT(x))  # an operator gives back nothing that shares memory with what it took
+
+
+torch.library.impl("shardwise::settle", "CompositeExplicitAutograd", _settle)
+torch.library.register_fake("shardwise::settle", torch.clone)
+
+
+def carry(graph: Graph) -> None:
+    """Have a program communicate by these operators."""
+    table = {**_BEGIN, WAIT: torch.ops.shardwise.settle.default}
+    for node in graph.nodes:
+        node.target = table.get(node.target, node.target)

@@ -1,0 +1,21 @@
+"""A distributed function as a local program of plain operators and collectives: capture and compile.
+
+In the order of imports, which go down only:
+
+    passes/        graph passes on local programs
+    constructors   the ways in as operators of a traced program
+    gradients      gradients of leaves take the layout of their leaf inside a traced program
+    training_step  whole training steps as one program: what is traced in place of an optimizer's own methods
+    show           a local program as text to read
+    assemble       a local program as a function that runs
+    debug          captured programs in debug mode
+    capture        `capture`: a distributed function as a local program
+    job/           compiles a program once for the whole job
+"""
+
+from .capture import Program, capture
+from .constructors import WAYS
+from .job.artifacts import load_artifacts, save_artifacts
+from .job.compile import Compilation, compile, compile_report
+
+__all__ = ["WAYS", "Compilation", "Program", "capture", "compile", "compile_report", "load_artifacts", "save_artifacts"]

@@ -1,0 +1,45 @@
+"""Captured programs that are watched: before each collective of a local program it says for which operator and line that is.
+
+A program is written a second time, with these words in it, when it first runs in a block of `debug_mode` or `trace_comm`: what
+runs outside of one stays as it is. Who watches hears of the collective where it asks for its group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from .._torch.tensors import OpOverload
+from ..comm.failures import failed
+from ..comm.listener import expect
+from ..comm.watch.log import watching
+from .assemble import assemble
+from .passes.graph import WAIT
+from .show import line_of
+
+
+def with_checks(graph: Graph) -> Callable[[list[Any]], Any]:
+    """A local program as a function that says what it communicates for while someone watches, and else does not."""
+    plain = assemble(graph)
+    telling = functools.cache(lambda: assemble(graph, _before))
+
+    def run(inputs: list[Any]) -> Any:
+        try:
+            return plain(inputs) if watching.get() is None else telling()(inputs)
+        except Exception as error:
+            failed(error, "a captured program")
+            raise
+        finally:
+            expect("", "")
+
+    return run
+
+
+def _before(node: Node) -> Callable[..., None] | None:
+    if not isinstance(node.target, OpOverload) or node.target is WAIT or node.target.namespace != "_c10d_functional":
+        return None
+    operator, line = str(node.meta.get("shardwise", "")).partition(": ")[0], line_of(node)
+    return lambda *args: expect(operator, line)

@@ -1,0 +1,189 @@
+"""`save_artifacts` and `load_artifacts`: compiled programs as one file, shipped from one job to the next.
+
+The file says for which torch, Python, Shardwise and meshes its programs are. That and a digest of the whole file are checked
+before anything in it is unpacked: what follows are torch's own artifacts, which are pickles, and native code.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...base.argument_checks import a_path, file_to_read, file_to_write, number, optional
+from ...comm.failures import in_job
+from ...comm.worlds import Shape, made_shapes
+from ...errors import CompileError
+from ...layouts.mesh import Mesh
+from ...propagation.fingerprint import VERSION, library_key
+from .compile import TIMEOUT
+from .election import Post
+from .serialize import Parcel, install, loaded_libraries, pack, processor, read_libraries, unpack, write_whole
+
+
+def save_artifacts(path: str | Path, *, timeout: float = TIMEOUT) -> None:
+    """Write what this job compiled to one file that serves every rank; in a job all ranks call it, and rank 0 writes.
+
+    >>> import os, tempfile
+    >>> file = os.path.join(tempfile.mkdtemp(), "programs")
+    >>> save_artifacts(file)
+    >>> load_artifacts(file)
+    """
+    number(timeout, "save_artifacts: timeout", above=0.0)
+    target = (a_path if in_job() else file_to_write)(path, "save_artifacts: path")  # in a job one rank knows the folder
+    saved = torch.compiler.save_cache_artifacts()
+    artifacts = () if saved is None else (saved[0],)
+    own = Parcel(_facts(), artifacts, read_libraries(loaded_libraries()))
+    names = [] if saved is None else [f"{kind} {key}" for kind, keys in saved[1].artifacts.items() for key in keys]
+    if not in_job():
+        _write(target, own)
+    elif dist.get_rank() == 0:
+        _collect(target, own, set(names), timeout)
+    else:
+        _contribute(own, names, timeout)
+
+
+def load_artifacts(path: str | Path, mesh: Mesh | None = None) -> None:
+    """Take in what `save_artifacts` wrote, so that compiling the same again finds it; every rank calls it, and reads the file.
+
+    Refused for another torch, Python, Shardwise or other rules, and for other meshes: one of those of the job that saved must
+    have the axes and sizes of `mesh`, or of a mesh made so far. A damaged file is refused, and then nothing has been taken in.
+    The file holds pickles and native code, which run when they are used: load only what you trust.
+    """
+    mesh = optional(Mesh.from_torch, mesh)
+    file, source = file_to_read(path, "load_artifacts: path"), f"artifact file {str(path)!r}"
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise CompileError(f"{source} cannot be read: {error.strerror}; give the file that sw.save_artifacts wrote") from None
+    install(unpack(data, source, lambda facts: _check(facts, source, mesh)), source)
+
+
+def _write(path: Path, parcel: Parcel) -> None:
+    try:
+        write_whole(path, pack(parcel))
+    except OSError as error:
+        raise CompileError(f"save_artifacts cannot write {str(path)!r}: {error.strerror}; give a file in a folder") from None
+
+
+# ── what a file is for ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _facts() -> dict[str, Any]:
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "version": VERSION,
+        "library": library_key(),
+        "processor": processor(),
+        "meshes": [dict(shape) for shape in sorted(_shapes())],
+    }
+
+
+def _shapes() -> set[Shape]:
+    """The shapes of the meshes made so far in the world that a mesh made now would live in."""
+    world = "processes" if dist.is_available() and dist.is_initialized() else "simulated"
+    return made_shapes(world)
+
+
+def _is_told(facts: dict[str, Any]) -> bool:
+    """Whether facts have the form of those that `_facts` gives."""
+    meshes = facts.get("meshes")
+    return (
+        all(type(facts.get(name)) is str for name in ("torch", "python", "version", "library", "processor"))
+        and type(meshes) is list
+        and all(type(shape) is dict and all(type(size) is int and size > 0 for size in shape.values()) for shape in meshes)
+    )
+
+
+def _check(facts: dict[str, Any], source: str, mesh: Mesh | None) -> None:
+    """Refuse a file for another world than this one."""
+    if not _is_told(facts):
+        raise CompileError(f"{source} does not say what it is for; save the artifacts again with this library")
+    for name, made, here in (
+        ("torch", facts["torch"], torch.__version__),
+        ("Python", facts["python"], platform.python_version()),
+        ("Shardwise", facts["version"], VERSION),
+    ):
+        if made != here:
+            raise CompileError(f"{source} is for {name} {made}, this is {name} {here}; compile and save it again with this one")
+    if facts["library"] != library_key():
+        raise CompileError(
+            f"{source} is for a Shardwise {VERSION} with other rules or code than this one; compile and save it again here"
+        )
+    shapes = {tuple(shape.items()) for shape in facts["meshes"]}
+    ours = _shapes() if mesh is None else {tuple(mesh.axis_sizes.items())}
+    if shapes and not shapes & ours:
+        _refuse_meshes(source, shapes, ours)
+
+
+def _refuse_meshes(source: str, shapes: set[Any], ours: set[Any]) -> None:
+    made = _told(shapes)
+    if not ours:
+        raise CompileError(
+            f"{source} is for the mesh {made}, and there is no mesh here yet; load it after sw.init_mesh, or pass the mesh"
+        )
+    raise CompileError(
+        f"{source} is for the mesh {made}, here is {_told(ours)}; make such a mesh first, or compile and save for this one"
+    )
+
+
+def _told(shapes: set[Any]) -> str:
+    return " or ".join("(" + ", ".join(f"{axis}={size}" for axis, size in shape) + ")" for shape in sorted(shapes))
+
+
+# ── one file for all ranks ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+_FAILED = "save_artifacts failed on rank 0 with {}"
+
+
+def _collect(path: Path, own: Parcel, have: set[str], timeout: float) -> None:
+    """Write what this rank has, and what others have besides; tell them how it went."""
+    post, rest = Post("artifacts"), []
+    try:
+        file_to_write(path, "save_artifacts: path")
+        for rank in range(1, dist.get_world_size()):
+            names = set(json.loads(_wait(post, f"names/{rank}", rank, timeout)))
+            if names - have:
+                have |= names
+                rest.append(rank)
+        post.put("wanted", json.dumps(rest).encode())
+        parcels = [own, *(unpack(_wait(post, f"parcel/{r}", r, timeout), f"rank {r}", lambda facts: None) for r in rest)]
+        _write(path, _merged(parcels))
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        post.put("error", said.encode())
+        raise CompileError(_FAILED.format(said)) from error
+    post.put("done", b"")
+
+
+def _contribute(own: Parcel, names: list[str], timeout: float) -> None:
+    """Give rank 0 what it lacks, and hear how it went."""
+    post, rank = Post("artifacts"), dist.get_rank()
+    post.put(f"names/{rank}", json.dumps(names).encode())
+    if rank in json.loads(_wait(post, "wanted", 0, timeout)):
+        post.put(f"parcel/{rank}", pack(own))
+    _wait(post, "done", 0, timeout)
+
+
+def _wait(post: Post, name: str, rank: int, timeout: float) -> bytes:
+    def give_up(waited: float) -> str | None:
+        late = f"save_artifacts: nothing from rank {rank} within {timeout:g} s; call it on every rank of the job"
+        return late if waited > timeout else None
+
+    found, data = post.wait((name, "error"), give_up)
+    if found == "error":
+        raise CompileError(_FAILED.format(data.decode()))
+    return data
+
+
+def _merged(parcels: list[Parcel]) -> Parcel:
+    """One parcel of all; libraries of another CPU than rank 0's are left out."""
+    alike = [parcel for parcel in parcels if parcel.facts["processor"] == parcels[0].facts["processor"]]
+    libraries = {name: content for parcel in alike for name, content in parcel.libraries.items()}
+    return Parcel(parcels[0].facts, tuple(part for parcel in parcels for part in parcel.artifacts), libraries)

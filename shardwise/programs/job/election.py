@@ -1,0 +1,153 @@
+"""Who of the ranks that need the same program compiles it, and how the others get it: through the job's own store.
+
+`Post` moves bytes between ranks; an `Election` is held for one key. Knows nothing of what is compiled.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from ..._torch.groups import job_store
+from ...comm.failures import has_ended, this_process
+from ...errors import CompileError
+
+#: Seconds between two signs of life of a rank that compiles.
+BEAT = 1.0
+#: After so many seconds without one it is taken for dead, on another host: one that lives may be in code that holds Python's
+#: lock for a while, or on a machine with far too much to do. On this host its process is looked for.
+SILENCE = 30.0
+#: Seconds between two looks: at first, and at most.
+_SOON, _LATER = 0.02, 0.5
+#: Bytes of one value in the store; torch's TCP store takes at most 8 MiB.
+_CHUNK = 4 << 20
+_REMEDY = "look for its own error in the job's output, and start the job again"
+
+#: For each job, how often each thing was done: doing it once more is a new thing, under a name that all ranks know.
+_counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+
+
+class Post:
+    """Named bytes in the job's store. The same topic again, in the same job, starts empty."""
+
+    def __init__(self, topic: str) -> None:
+        times = _counts.setdefault(dist.group.WORLD, Counter())
+        times[topic] += 1
+        self._store: Any = job_store(f"shardwise/{topic}/{times[topic]}")
+
+    def put(self, name: str, data: bytes) -> None:
+        """Leave bytes of any size; they are seen all at once."""
+        chunks = [data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK)]
+        for index, chunk in enumerate(chunks):
+            self._store.set(f"{name}/{index}", chunk)
+        self._store.set(name, str(len(chunks)))
+
+    def get(self, name: str) -> bytes | None:
+        """What was left under a name, or None."""
+        if not self._store.check([name]):
+            return None
+        return b"".join(self._store.get(f"{name}/{index}") for index in range(int(self._store.get(name))))
+
+    def count(self, name: str) -> int:
+        """Count one more; how many that makes."""
+        return int(self._store.add(name, 1))
+
+    def counted(self, name: str) -> int:
+        """How many were counted."""
+        return int(self._store.get(name)) if self._store.check([name]) else 0
+
+    def wait(self, names: tuple[str, ...], give_up: Callable[[float], str | None]) -> tuple[str, bytes]:
+        """The first of the names under which something is left, and what; `give_up(seconds)` may tell why to wait no longer."""
+        start, pause = time.monotonic(), _SOON
+        while True:
+            for name in names:
+                found = self.get(name)
+                if found is not None:
+                    return name, found
+            why = give_up(time.monotonic() - start)
+            if why is not None:
+                raise CompileError(why)
+            time.sleep(pause)
+            pause = min(2 * pause, _LATER)
+
+
+class Election:
+    """The first rank to come leads: it compiles, shows that it lives, and leaves the others what it made, or why it failed."""
+
+    def __init__(self, key: str, timeout: float) -> None:
+        self.key, self.timeout = key, timeout
+        self._ended = threading.Event()
+        self._heard, self._leader = (0, 0.0), "?"
+        try:
+            self._post = Post(f"compile/{key}")
+            self.leads = self._post.count("claims") == 1
+            if self.leads:
+                self._post.put("process", this_process().encode())
+                self._post.put("leader", str(dist.get_rank()).encode())
+        except dist.DistError as error:
+            raise CompileError(f"rank {dist.get_rank()} cannot ask who compiles program {key}: {_gone(error)}") from None
+        if self.leads:
+            threading.Thread(target=self._live, daemon=True, name="shardwise-compiles").start()
+
+    def _live(self) -> None:
+        try:
+            while not self._ended.wait(BEAT):
+                self._post.count("beats")
+        except dist.DistError:
+            return  # the store is gone, and with it everyone who would listen
+
+    def end(self) -> None:
+        """Stop telling that this rank lives."""
+        self._ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Leave the others word of why there is nothing."""
+        if self.leads:
+            self._post.put("error", f"{type(error).__name__}: {error}".encode())
+
+    def publish(self, data: bytes) -> None:
+        """Leave what was compiled for the others."""
+        self._post.put("made", data)
+
+    def wait(self) -> bytes:
+        """What the leader made."""
+        try:
+            name, found = self._post.wait(("made", "error"), self._give_up)
+        except dist.DistError as error:
+            raise CompileError(f"{self._waiting()}, and {_gone(error)}") from None
+        if name == "error":
+            self._leader = (self._post.get("leader") or b"?").decode()
+            raise CompileError(f"{self._waiting()}, and it failed there with {found.decode()}")
+        return found
+
+    def _give_up(self, waited: float) -> str | None:
+        beats, self._leader = self._post.counted("beats"), (self._post.get("leader") or b"?").decode()
+        if beats != self._heard[0]:
+            self._heard = (beats, waited)
+        silent, process = waited - self._heard[1], self._post.get("process")
+        ended = None if process is None else has_ended(process.decode())
+        if ended or (ended is None and silent > SILENCE):
+            return (
+                f"{self._waiting()} for {waited:.1f} s, and has not heard of it for {silent:.1f} s: its process has ended or "
+                f"hangs; {_REMEDY}"
+            )
+        if waited > self.timeout:
+            return (
+                f"{self._waiting()} for {waited:.1f} s, and it has not finished; allow more than timeout={self.timeout:g} s "
+                "in sw.compile, or ship what an earlier job compiled (sw.save_artifacts, sw.load_artifacts)"
+            )
+        return None
+
+    def _waiting(self) -> str:
+        return f"rank {dist.get_rank()} waited for rank {self._leader} to compile program {self.key}"
+
+
+def _gone(error: Exception) -> str:
+    reason = str(error).partition("\n")[0]
+    return f"the job's store is gone, so the process that held it has ended ({reason}); {_REMEDY}"

@@ -1,0 +1,183 @@
+"""Parcel: compiled programs as bytes that another process takes in. Knows nothing of jobs and files.
+
+Inside are torch's cache artifacts, and the libraries of kernels for the CPU: torch's artifacts name these but hold only their
+source, so that every host would run the C++ compiler again. A digest of all that follows comes first, then a header of plain
+JSON: both are checked whole before anything is unpacked. The digest tells damage, and forgery it does not: programs are code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import tempfile
+import zlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..._torch.aoti import keep_artifacts, read_artifacts
+from ..._torch.tensors import compiler_folder
+from ...errors import CompileError
+
+_MAGIC = b"shardwise artifacts 2\n"
+_DIGEST_SIZE = 32
+_LIBRARY = re.compile(r"\w\w/\w+(\.\w+)*\.so")
+#: zlib makes at most so many bytes of one.
+_MOST_PER_BYTE = 1032
+
+
+class Parcel(NamedTuple):
+    """What is known of the programs (plain JSON), torch's artifacts, and libraries by their path in the compiler's folder."""
+
+    facts: dict[str, Any]
+    artifacts: tuple[bytes, ...]
+    libraries: dict[str, bytes]
+
+
+class _Header(NamedTuple):
+    facts: dict[str, Any]
+    artifacts: list[int]
+    libraries: list[tuple[str, int]]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [*self.artifacts, *(size for _, size in self.libraries)]
+
+
+def pack(parcel: Parcel) -> bytes:
+    """The parcel as bytes."""
+    body = zlib.compress(b"".join((*parcel.artifacts, *parcel.libraries.values())), level=1)
+    libraries = [(name, len(part)) for name, part in parcel.libraries.items()]
+    text = json.dumps(_Header(parcel.facts, [len(part) for part in parcel.artifacts], libraries)._asdict()).encode()
+    content = b"".join((len(text).to_bytes(8, "little"), text, body))
+    return b"".join((_MAGIC, _digest(content), content))
+
+
+def _digest(content: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_SIZE).digest()
+
+
+def unpack(data: bytes, source: str, check: Callable[[dict[str, Any]], None]) -> Parcel:
+    """The parcel that the bytes tell, which come from `source`; `check` sees its facts before anything is unpacked.
+
+    >>> data = pack(Parcel({"mesh": "dp=2"}, (b"program",), {}))
+    >>> unpack(data, "here", print).artifacts
+    {'mesh': 'dp=2'}
+    (b'program',)
+    """
+    if not data.startswith(_MAGIC):
+        raise CompileError(f"{source} is nothing that sw.save_artifacts wrote; save the artifacts again with this library")
+    start = len(_MAGIC) + _DIGEST_SIZE
+    if _digest(memoryview(data)[start:]) != data[len(_MAGIC) : start]:
+        raise CompileError(_damaged(source, f"its {len(data)} bytes are not those that were saved"))
+    stop = start + 8 + int.from_bytes(data[start : start + 8], "little")
+    header = _read_header(data[start + 8 : stop], source)
+    check(header.facts)
+    rest = _expanded(data[stop:], sum(header.sizes), source)
+    parts, at = [], 0
+    for size in header.sizes:
+        parts.append(bytes(rest[at : at + size]))
+        at += size
+    count = len(header.artifacts)
+    names = [name for name, _ in header.libraries]
+    return Parcel(header.facts, tuple(parts[:count]), dict(zip(names, parts[count:], strict=True)))
+
+
+def _read_header(text: bytes, source: str) -> _Header:
+    try:
+        told = json.loads(text)
+        header = _Header(told.pop("facts"), told.pop("artifacts"), [(name, size) for name, size in told.pop("libraries")])
+        names = [name for name, _ in header.libraries]
+        fits = not told and isinstance(header.facts, dict) and all(type(size) is int and size >= 0 for size in header.sizes)
+        fits = fits and all(type(name) is str for name in names) and len(set(names)) == len(names)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        fits = False
+    if not fits:
+        raise CompileError(_damaged(source, "its header cannot be read"))
+    outside = next((name for name in names if not _LIBRARY.fullmatch(name)), None)
+    if outside is not None:
+        raise CompileError(f"{source} names a library {outside!r}, which is none of the compiler's folder; do not use it")
+    return header
+
+
+def _expanded(body: bytes, size: int, source: str) -> memoryview:
+    """The body, if it holds as many bytes as the header says."""
+    wrong = _damaged(source, f"its {len(body)} bytes of programs do not hold the {size} that its header tells of")
+    if size > _MOST_PER_BYTE * len(body):
+        raise CompileError(wrong)
+    expand = zlib.decompressobj()
+    try:
+        found = expand.decompress(body, size + 1)
+    except zlib.error:
+        raise CompileError(wrong) from None
+    if len(found) != size or not expand.eof or expand.unused_data:
+        raise CompileError(wrong)
+    return memoryview(found)
+
+
+def _damaged(source: str, what: str) -> str:
+    return f"{source} is cut short or damaged: {what}; copy or save it again"
+
+
+# ── libraries ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def loaded_libraries() -> frozenset[str]:
+    """The compiler's libraries that this process runs, by their path in its folder (where the system tells: on Linux)."""
+    folder, maps = Path(compiler_folder()), Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    paths = {Path(line.split(maxsplit=5)[-1]) for line in lines if line.endswith(".so")}
+    names = {path.relative_to(folder).as_posix() for path in paths if path.is_relative_to(folder)}
+    return frozenset(name for name in names if _LIBRARY.fullmatch(name))
+
+
+def read_libraries(names: frozenset[str]) -> dict[str, bytes]:
+    """The libraries of these names."""
+    return {name: (Path(compiler_folder()) / name).read_bytes() for name in sorted(names)}
+
+
+@cache
+def processor() -> str:
+    """A digest of what this host's CPU can do: kernels are compiled for just that, and may crash on another."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().partition("\n\n")[0].splitlines() if info.exists() else [platform.processor()]
+    told = [
+        line for line in lines if not re.match(r"processor|cpu MHz|bogomips|BogoMIPS|\w*apicid|.*core|cache|physical", line)
+    ]
+    return hashlib.blake2b("\n".join([platform.machine(), *told]).encode(), digest_size=8).hexdigest()
+
+
+# ── taking in ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def install(parcel: Parcel, source: str) -> None:
+    """Put what a parcel holds where the compiler looks for it; libraries for another CPU are left out, and compiled here."""
+    found = [read_artifacts(artifact) for artifact in parcel.artifacts]
+    for each in found:
+        if each is None:
+            raise CompileError(_damaged(source, "torch cannot read the programs in it"))
+    for each in found:
+        keep_artifacts(each)
+    if parcel.facts.get("processor") == processor():
+        for name, content in parcel.libraries.items():
+            path = Path(compiler_folder()) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, content)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that others see whole or not at all, also after a crash."""
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

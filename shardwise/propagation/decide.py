@@ -1,0 +1,404 @@
+"""decide(call): which layouts an operator's tensors should have, which its results then have, and what runs on each rank. Pure.
+
+A rule speaks of one mesh axis; here it is lifted to a mesh axis by axis, so the work grows with the number of axes, not with
+their product. For each axis the cheapest of a few candidates is taken: cut a letter that some input is already cut by (or one
+beside it, if it has to be whole), let a pending value pass, or replicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import repeat
+from typing import Any
+
+from .._torch.tensors import hint
+from ..layouts.layout import Dim, Layout, cut, whole
+from ..layouts.placement import KINDS
+from ..planning.cost import PER_WORK, Link, all_reduce, change, links
+from .notation import Call, Kernel, Proposal, Result, Rule, additive, labels
+
+State = int | str | None
+SWAPPED = {"max": "min", "min": "max"}
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do for one operator on given layouts.
+
+    moves      (tensor, from, to)
+    results    the layouts of the results
+    edits      arguments to replace, by name
+    call       runs on the local values in place of the operator
+    kernel     the same on each rank's own tensors, with `extra` after the positional arguments
+    program    runs on DTensors in place of all this
+    copy_back  no local form of an in-place operator keeps its argument's layout: the functional form runs and is copied back
+    """
+
+    moves: tuple[tuple[int, Layout, Layout], ...] = ()
+    results: tuple[Layout | None, ...] = ()
+    edits: dict[str, Any] = field(default_factory=dict)
+    call: Kernel | None = None
+    kernel: Kernel | None = None
+    extra: tuple[Any, ...] = ()
+    program: Kernel | None = None
+    copy_back: bool = False
+
+    @property
+    def simple(self) -> bool:
+        """Whether one local call is all there is to do."""
+        return not (self.moves or self.kernel or self.program or self.copy_back)
+
+
+def decide(rule: Rule, call: Call) -> Decision:
+    """The cheapest way to run a call under its rule."""
+    found = _said(rule, call)
+    if isinstance(found, Proposal):
+        return _from_proposal(found, call)
+    rule, call = found
+    bound = _bind(rule, call)
+    if rule.program is not None and _needs_program(rule, bound, call):
+        return Decision(copy_back=True) if call.written is not None else Decision(program=rule.program)
+    choices: dict[str, Candidate] = {}
+    for axis in call.tensors[0].mesh.axes:
+        choice = _choose(rule, call, bound, axis, choices)
+        if choice is None:
+            return Decision(copy_back=True)
+        choices[axis] = choice
+    return _from_choices(rule, call, bound, choices)
+
+
+def _said(rule: Rule, call: Call) -> Proposal | tuple[Rule, Call]:
+    """What the rule's function proposes, or the sentence that holds for this call."""
+    found = rule.function(call) if rule.function is not None else None
+    if found is None or isinstance(found, Proposal):
+        return (rule, call) if found is None else found
+    return found, replace(call, slots=tuple(range(len(call.tensors))))
+
+
+def offers(rule: Rule, call: Call) -> list[Candidate]:
+    """Everything the sentence of a rule allows along one axis, whatever the tensors have; nothing where a function proposes."""
+    found = _said(rule, call)
+    if isinstance(found, Proposal) or not found[0].inputs:
+        return []
+    rule, call = found
+    bound = _bind(rule, call)
+    nothing = Candidate((None,) * len(call.tensors), (None,) * len(bound.outputs))
+    every = [names[i] for names in bound.inputs for i in range(len(names))]
+    return list(dict.fromkeys((nothing, *_passes(rule, bound, KINDS), *_cuts(rule, bound, every))))
+
+
+def along(rule: Rule, call: Call, choices: dict[str, Candidate]) -> Decision:
+    """The decision that takes a given candidate along each axis."""
+    found = _said(rule, call)
+    if isinstance(found, Proposal):
+        return _from_proposal(found, call)
+    return _from_choices(*found, _bind(*found), choices)
+
+
+def _from_proposal(proposal: Proposal, call: Call) -> Decision:
+    if proposal.program is not None:
+        return Decision(program=proposal.program)
+    moves = [(i, t, w) for i, (t, w) in enumerate(zip(call.tensors, proposal.wants, strict=True)) if t is not w]
+    if call.written is not None and any(i == call.written for i, _, _ in moves):
+        return Decision(copy_back=True)
+    return Decision(tuple(moves), proposal.results, proposal.edits, proposal.call, proposal.kernel, proposal.extra)
+
+
+# ── binding a sentence to a call ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A sentence with its letters bound: labels per tensor and per result, sizes per label, tensors linear together, those that
+    pending values pass through, labels that cannot be cut, and which results are the same on every rank whatever is cut."""
+
+    inputs: tuple[tuple[str | None, ...], ...]
+    outputs: tuple[tuple[str | None, ...], ...]
+    sizes: dict[str, int]
+    linear: tuple[tuple[int, ...], ...]
+    joint: tuple[tuple[int, ...], ...]
+    passes: tuple[tuple[int, str], ...]
+    together: str | None
+    whole: frozenset[str]
+    same: tuple[bool, ...]
+    floating: bool
+    work: int
+
+
+def _bind(rule: Rule, call: Call) -> Bound:
+    named: list[tuple[str, ...]] = [()] * len(call.tensors)
+    sizes: dict[str, int] = {}
+    last = len(rule.inputs) - 1
+    for slot, index in enumerate(call.slots):
+        if index is None:
+            continue
+        names = labels(rule.inputs[min(slot, last)], call, call.tensors[index].ndim)
+        named[index] = names
+        for label, size in zip(names, call.tensors[index].shape, strict=True):
+            if sizes.get(label, 1) == 1:
+                sizes[label] = size
+    inputs = tuple(
+        tuple(label if size == sizes[label] else None for label, size in zip(names, t.shape, strict=True))
+        for names, t in zip(named, call.tensors, strict=True)
+    )
+    last = len(rule.outputs) - 1
+    outputs = tuple(
+        tuple(
+            label if size == sizes.get(label or "", size) else None
+            for label, size in zip(
+                _output_labels(rule, call, rule.outputs[min(i, last)], named, len(result.shape)),
+                result.shape,
+                strict=True,
+            )
+        )
+        for i, result in enumerate(call.results)
+    )
+    work = 1
+    for size in sizes.values():
+        work *= hint(size)
+    linear, uncut = tuple(_linear_sets(rule, call)), _whole(rule, call)
+    joint = tuple(indices for group in rule.linear if len(group) > 1 and (indices := _tensors(group, call)))
+    same = tuple(rule.outputs[min(i, last)].same for i in range(len(outputs)))
+    words = rule.passes if isinstance(rule.passes, tuple) else (rule.passes,)
+    passes = tuple((i, word) for i, word in zip(call.slots, words, strict=False) if i is not None and word is not None)
+    together = rule.together if len(call.tensors) == len(rule.inputs) else None  # none of them is a number
+    return Bound(
+        inputs, outputs, sizes, linear, joint, passes, together, uncut, same, call.tensors[0].dtype.is_floating_point, work
+    )
+
+
+def _whole(rule: Rule, call: Call) -> frozenset[str]:
+    """The letters that cannot be cut in this call."""
+    words = (word.partition("?") for word in rule.whole)
+    return frozenset(letter for letter, _, argument in words if not argument or call.arguments[argument])
+
+
+def _output_labels(rule: Rule, call: Call, pattern: Any, named: list[tuple[str, ...]], ndim: int) -> tuple[str | None, ...]:
+    if pattern.same:
+        return (None,) * ndim
+    if pattern.named is None and pattern.ellipsis and rule.inputs[0].named is not None:
+        source = named[0]
+        if ndim == len(source):
+            return tuple(None if label.startswith("[]") else label for label in source)
+        return tuple(label for label in source if not label.startswith("[]"))
+    return labels(pattern, call, ndim)
+
+
+def _linear_sets(rule: Rule, call: Call) -> Iterable[tuple[int, ...]]:
+    """The jointly linear sets as indices of tensors; a number in a set makes the operator affine in it, so it is dropped."""
+    arguments = [call.arguments[name] for name in call.tensor_names]
+    rounded = rule.rounds and not call.tensors[0].dtype.is_floating_point
+    for group in rule.linear if not rounded else ():
+        if not any(slot < len(call.slots) and call.slots[slot] is None and arguments[slot] is not None for slot in group):
+            indices = _tensors(group, call)
+            if indices and additive([*(call.tensors[i].dtype for i in indices), *(r.dtype for r in call.results)]):
+                yield indices
+
+
+def _tensors(group: tuple[int, ...], call: Call) -> tuple[int, ...]:
+    return tuple(i for slot in group if slot < len(call.slots) and (i := call.slots[slot]) is not None)
+
+
+def _needs_program(rule: Rule, bound: Bound, call: Call) -> bool:
+    if not rule.inputs:
+        return True
+    return any(
+        isinstance(state, int) and names[state] is not None and _is_whole(bound, names[state])
+        for names, tensor in zip(bound.inputs, call.tensors, strict=True)
+        for axis, state in tensor.states.items()
+        if tensor.mesh.axis_sizes[axis] > 1 and all(tensor.shape)  # a tensor without elements is gathered for nothing
+    )
+
+
+def _is_whole(bound: Bound, label: str | None) -> bool:
+    if label is None or label in bound.whole:
+        return True
+    return (label.startswith("[]") and "[]" in bound.whole) or (label.startswith(".") and "..." in bound.whole)
+
+
+# ── one axis ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What one axis could do: the state of each tensor and of each result along it, and the label it cuts."""
+
+    wants: tuple[State, ...]
+    results: tuple[State, ...]
+    label: str | None = None
+
+
+def _choose(rule: Rule, call: Call, bound: Bound, axis: str, others: dict[str, Candidate]) -> Candidate | None:
+    """The cheapest candidate that goes with those of other axes; None where an in-place operator has none that keeps its
+    argument's layout."""
+    have = tuple(tensor.states.get(axis) for tensor in call.tensors)
+    plain = Candidate((None,) * len(have), (None,) * len(bound.outputs))
+    if not any(state is not None for state in have):
+        return plain
+    mesh = call.tensors[0].mesh
+    ranks, link = mesh.axis_sizes[axis], links(mesh)[axis]
+    best, least = None, float("inf")
+    passes = _passes(rule, bound, (state for state in have if isinstance(state, str)))
+    cuts = _cuts(rule, bound, _labels(call, bound, have, ranks))
+    for candidate in (*passes, *cuts, plain):  # the first of equals is taken
+        if call.written is not None and not _keeps(candidate, have, call.written):
+            continue
+        if any(_clash(candidate, other) for other in others.values()):
+            continue
+        seconds = _price(candidate, call, bound, have, ranks, link)
+        if seconds < least:
+            best, least = candidate, seconds
+    return best
+
+
+def _clash(one: Candidate, other: Candidate) -> bool:
+    """Whether a tensor would be pending in two ways, whose order would matter."""
+    pairs = (*zip(one.wants, other.wants, strict=True), *zip(one.results, other.results, strict=True))
+    return any(isinstance(a, str) and isinstance(b, str) and a != b and {a, b} != {"sum", "avg"} for a, b in pairs)
+
+
+def _keeps(candidate: Candidate, have: tuple[State, ...], written: int) -> bool:
+    return candidate.wants[written] == have[written] and candidate.results[:1] in ((), (have[written],))
+
+
+def _labels(call: Call, bound: Bound, have: tuple[State, ...], ranks: int) -> Iterable[str]:
+    """The labels that the axis may cut: those that it cuts now and, for one that has to be whole, the longest of the others,
+    which costs an exchange where replicating costs a gather."""
+    for tensor, names, state in zip(call.tensors, bound.inputs, have, strict=True):
+        if not isinstance(state, int) or names[state] is None:
+            continue
+        if not _is_whole(bound, names[state]):
+            yield str(names[state])
+            continue
+        others = [(tensor.held(d), label) for d, label in enumerate(names) if label is not None and not _is_whole(bound, label)]
+        longest, label = max(others, key=lambda pair: pair[0], default=(0, ""))
+        if longest >= ranks:
+            yield label
+
+
+def _cuts(rule: Rule, bound: Bound, letters: Iterable[str | None]) -> Iterable[Candidate]:
+    for label in dict.fromkeys(letters):
+        if label is None or _is_whole(bound, label):
+            continue
+        kept = [same or label in names for names, same in zip(bound.outputs, bound.same, strict=True)]
+        if not all(kept) and (rule.lost is None or _repeated(label, bound)):
+            continue
+        wants = tuple(_want(label, i, bound, all(kept)) for i in range(len(bound.inputs)))
+        results = (names.index(label) if label in names else rule.lost for names in bound.outputs)
+        yield Candidate(wants, _unless_same(bound, results), label)
+
+
+def _repeated(label: str, bound: Bound) -> bool:
+    """Whether cutting a label would add an argument once for every rank: it is added to others, none of which has the label, or
+    of which it cannot be pending, since dtypes differ."""
+    for group in bound.joint:
+        having = [label in bound.inputs[i] for i in group]
+        if not any(having) or (not all(having) and group not in bound.linear):
+            return True
+    return False
+
+
+def _want(label: str, tensor: int, bound: Bound, kept: bool) -> State:
+    if label in bound.inputs[tensor]:
+        return bound.inputs[tensor].index(label)
+    added = not kept and any(tensor in group and any(label in bound.inputs[j] for j in group) for group in bound.linear)
+    return "sum" if added else None
+
+
+def _passes(rule: Rule, bound: Bound, kinds: Iterable[str]) -> Iterable[Candidate]:
+    tensors = len(bound.inputs)
+    for kind in dict.fromkeys(kinds):
+        if kind in ("sum", "avg"):
+            for group in bound.linear:
+                wants = tuple(kind if i in group else None for i in range(tensors))
+                yield Candidate(wants, _unless_same(bound, repeat(kind)))
+        for index, word in bound.passes:
+            through = _through(word, kind, bound.floating)
+            if through is not None:
+                wants = tuple(kind if i == index else None for i in range(tensors))
+                yield Candidate(wants, _unless_same(bound, repeat(through)))
+        if kind == bound.together:
+            yield Candidate((kind,) * tensors, _unless_same(bound, repeat(kind)))
+
+
+def _unless_same(bound: Bound, states: Iterable[State]) -> tuple[State, ...]:
+    return tuple(None if same else state for same, state in zip(bound.same, states, strict=False))
+
+
+def _through(word: str, kind: str, floating: bool) -> str | None:
+    """What a pending kind becomes behind an operator that passes it by a word; None where it does not."""
+    way, _, only = word.partition(" ")
+    if way in ("all", kind):
+        return kind
+    if kind not in SWAPPED or way not in ("up", "down") or (only and not floating):
+        return None
+    return kind if way == "up" else SWAPPED[kind]
+
+
+def _price(candidate: Candidate, call: Call, bound: Bound, have: tuple[State, ...], ranks: int, link: Link) -> float:
+    """Seconds to reach the candidate, to pay later for what it leaves pending, and to compute."""
+    seconds = 0.0
+    for tensor, now, want in zip(call.tensors, have, candidate.wants, strict=True):
+        if now != want:
+            seconds += change(now, want, tensor.nbytes, ranks, link)
+    triples = zip(call.results, bound.outputs, candidate.results, strict=True)
+    pending = [_held(result, names, call, bound) for result, names, state in triples if isinstance(state, str)]
+    if pending:  # results are reduced together; what becomes pending only here meets more before it is reduced
+        seconds += (1.0 if candidate.label is None else 0.5) * all_reduce(sum(pending), ranks, link)
+    return seconds + bound.work * PER_WORK / (1 if candidate.label is None else ranks)
+
+
+def _held(result: Result, names: tuple[str | None, ...], call: Call, bound: Bound) -> int:
+    """Bytes of a result on one rank, if it is cut as the tensors are now."""
+    size = result.dtype.itemsize
+    for label, n in zip(names, result.shape, strict=True):
+        held = [t.held(i.index(label)) for t, i in zip(call.tensors, bound.inputs, strict=True) if label in i]
+        size *= min(held, default=hint(n))
+    return size
+
+
+# ── all axes together ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _from_choices(rule: Rule, call: Call, bound: Bound, choices: dict[str, Candidate]) -> Decision:
+    cuts: dict[str, list[str]] = {}
+    for axis, choice in choices.items():
+        if choice.label is not None:
+            cuts.setdefault(choice.label, []).append(axis)
+    dims = {label: _structure(label, axes, call, bound) for label, axes in cuts.items()}
+    wants = []
+    for i, (tensor, names) in enumerate(zip(call.tensors, bound.inputs, strict=True)):
+        partials = [(a, kind) for a, c in choices.items() if isinstance(kind := c.wants[i], str)]
+        wants.append(tensor.replace(dims=_dims(names, tensor.shape, dims), partials=partials))
+    results = []
+    for i, (result, out_names) in enumerate(zip(call.results, bound.outputs, strict=True)):
+        partials = [(a, kind) for a, c in choices.items() if isinstance(kind := c.results[i], str)]
+        placed = _dims(out_names, result.shape, dims)
+        results.append(Layout.of(call.tensors[0].mesh, placed, partials, result.dtype, result.stride))
+    moves = tuple((i, t, w) for i, (t, w) in enumerate(zip(call.tensors, wants, strict=True)) if t is not w)
+    made = rule.kernel(call, wants) if rule.kernel is not None else None
+    kernel, *extra = made if isinstance(made, tuple) else (made,)
+    return Decision(moves, tuple(results), kernel=kernel, extra=tuple(extra))
+
+
+def _dims(names: Iterable[str | None], shape: Iterable[int], dims: dict[str, Dim]) -> list[Dim]:
+    return [dims.get(label or "") or (whole(n),) for label, n in zip(names, shape, strict=True)]
+
+
+def _structure(label: str, axes: list[str], call: Call, bound: Bound) -> Dim:
+    """How the axes cut the label: as a tensor already has it (the one written to, else the largest), or in default chunks."""
+    found: list[tuple[bool, int, Dim]] = []
+    partly: tuple[str, ...] = ()
+    for i, (tensor, names) in enumerate(zip(call.tensors, bound.inputs, strict=True)):
+        if label in names:
+            dim = names.index(label)
+            have = tensor.axes_of(dim)
+            if set(have) == set(axes):
+                found.append((i == call.written, tensor.nbytes, tensor.dims[dim]))
+            elif set(have) < set(axes) and len(have) > len(partly):
+                partly = have
+    if found:
+        return max(found, key=lambda item: item[:2])[2]
+    order = [*partly, *(axis for axis in axes if axis not in partly)]
+    return (cut(bound.sizes[label], order, call.tensors[0].mesh),)

@@ -1,0 +1,319 @@
+"""Random numbers of global tensors: the same on every rank, and on every mesh and layout.
+
+Each random call has a number: how many such calls there were since torch was seeded. The seed and that number give two keys,
+and an element's number is a function of these keys and of its index in the global tensor (`random/bits.py`): replicas agree,
+shards differ, a rank makes no more than its own piece, and values do not depend on how the tensor is cut.
+
+The count lives in the state of torch's default CPU generator, in the field for a cached normal number in single precision,
+which no operator of torch reads or writes (`tests/simulated/test_random.py` tries them all). So the count starts at zero with
+`torch.manual_seed`, to the same seed or another; plain random calls, which may differ from rank to rank, leave it alone and
+are left alone by it; and what saves and restores torch's state saves and restores the count: `torch.get_rng_state`,
+`torch.random.fork_rng`, `torch.utils.checkpoint`, which runs a forward pass a second time and must draw the same numbers.
+
+Ranks that seed torch differently would make replicas differ: at the first call after a seed was set, and at the first one on
+each mesh, the ranks of the mesh compare seed and number, through `agree`; later calls compare nothing.
+
+>>> _ = torch.manual_seed(0); first = next_key()
+>>> _ = torch.manual_seed(0); next_key() == first
+True
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib
+import math
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Generator, Tensor
+
+from .._torch.tensors import NotTraced, in_order, is_decomposing
+from ..base.caches import memo
+from ..comm.interception import watched
+from ..errors import OperatorError
+from ..layouts.layout import Factor, Layout, PerRank, contiguous_stride, dense_stride, whole
+from ..layouts.mesh import Mesh
+from .bits import Draw, Spans, bits, fill, index, recipe, values
+
+#: How many bytes the state of a CPU generator has, and where among them `_Count` is.
+SIZE, PLACE = 5056, 5048
+#: Counts stay finite as floats, so that no copy of the field can change them.
+MOST = 0x7F7FFFFF
+
+Key = tuple[Any, Any]
+_KEYS = struct.Struct(">qq")
+_counting = threading.Lock()
+
+
+class State(NamedTuple):
+    """The seed of global random numbers, and how many random calls were made since it was set."""
+
+    seed: int
+    calls: int
+
+
+class _Count(ctypes.Structure):
+    """The field of a generator's state for a cached float, and whether there is one."""
+
+    _fields_ = (("value", ctypes.c_int32), ("valid", ctypes.c_bool))
+
+
+def _state() -> tuple[Tensor, _Count]:
+    """A copy of the generator's state, and its count: in its memory, since operators on ten bytes take ten times as long."""
+    state = torch.default_generator.get_state()
+    if state.numel() != SIZE:
+        raise OperatorError(
+            f"the state of this torch's CPU generator has {state.numel()} bytes, not {SIZE}; torch {torch.__version__} is "
+            "not supported, use 2.11 to 2.13"
+        )
+    return state, _Count.from_address(state.data_ptr() + PLACE)
+
+
+def _set_count(state: Tensor, field: _Count, count: int) -> None:
+    if count > MOST:
+        raise OperatorError(f"more than {MOST} random calls since torch.manual_seed; seed it again")
+    field.value, field.valid = count, True
+    torch.default_generator.set_state(state)
+
+
+def get_rng_state() -> State:
+    """The seed, and how many random calls on DTensors were made since it was set.
+
+    >>> _ = torch.manual_seed(3); get_rng_state()
+    State(seed=3, calls=0)
+    """
+    _held, field = _state()
+    return State(torch.initial_seed(), field.value if field.valid else 0)
+
+
+def set_rng_state(state: State) -> None:
+    """Go on from a state that `get_rng_state` gave, here or in another process. Seeds torch if its seed is another.
+
+    >>> _ = torch.manual_seed(3); state = get_rng_state(); first = next_key()
+    >>> set_rng_state(state); next_key() == first
+    True
+    """
+    seed, count = state
+    if seed != torch.initial_seed():
+        torch.manual_seed(seed)
+    _set_count(*_state(), count)
+
+
+#: Called with what the numbers of a call are made of, and whether ranks that have not compared since it was set must do so now.
+Agree = Callable[[str, bool], None]
+
+
+#: Generators of the user's of which it is known that the ranks have compared them.
+_MOST_GENERATORS = 256
+
+
+class _Compared:
+    """Which seeds the ranks of each mesh have compared since torch was last seeded, and one that follows from such a seed."""
+
+    def __init__(self) -> None:
+        self.seeds: WeakKeyDictionary[Mesh, set[int]] = WeakKeyDictionary()
+        self.generators: dict[Generator, WeakSet[Mesh]] = {}  # a few, the oldest leave: torch 2.11 has no weak ones
+        self.derived: int | None = None
+
+
+_compared = _Compared()
+
+
+def reseed(seed: int) -> None:
+    """Seed torch with a number that every rank made of keys, on which the ranks have agreed.
+
+    >>> reseed(7); get_rng_state()
+    State(seed=7, calls=0)
+    """
+    torch.default_generator.manual_seed(seed)
+    _set_count(*_state(), 0)
+    _compared.derived = torch.initial_seed()
+
+
+def next_key(generator: Generator | None = None, mesh: Mesh | None = None, agree: Agree | None = None) -> tuple[int, int]:
+    """The keys of one random call; drawn from `generator` where the user gives one. A second run of a block, in which some
+    calls may be left out, has the keys of the first. `agree` has the ranks of the mesh compare what they are made of."""
+    return watched("random_key", "key", None, partial(_draw_key, generator, mesh, agree))
+
+
+def _draw_key(generator: Generator | None, mesh: Mesh | None, agree: Agree | None) -> tuple[int, int]:
+    if generator is not None:
+        return _key_from(generator, mesh, agree)
+    state, field = _state()
+    count, seed = field.value if field.valid else 0, torch.initial_seed()
+    if agree is not None and mesh is not None:
+        if not field.valid:  # torch was seeded, perhaps with the same number
+            _compared.seeds.clear()
+        known = _compared.seeds.get(mesh, ())
+        agree(f"seed {seed}, random call {count}", seed != _compared.derived and seed not in known)
+        if seed not in known:
+            _compared.seeds.setdefault(mesh, set()).add(seed)
+    _set_count(state, field, count + 1)
+    digest = hashlib.blake2b(f"{seed}:{count}".encode(), digest_size=16).digest()
+    first, second = _KEYS.unpack(digest)
+    return first, second
+
+
+def _key_from(generator: Generator, mesh: Mesh | None, agree: Agree | None) -> tuple[int, int]:
+    """Keys from a generator of the user's, of which the ranks compare the first numbers that they draw on a mesh."""
+    drawn = torch.empty(2, dtype=torch.int64, device=generator.device).random_(generator=generator)
+    first, second = drawn.tolist()
+    if agree is not None and mesh is not None:
+        compared = _compared.generators.setdefault(generator, WeakSet())
+        if len(_compared.generators) > _MOST_GENERATORS:
+            del _compared.generators[next(iter(_compared.generators))]
+        agree(f"a generator with seed {generator.initial_seed()} that draws {first}", mesh not in compared)
+        compared.add(mesh)
+    return first, second
+
+
+# ── where a piece lies ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Side(NamedTuple):
+    """One side of the box of indices that a rank holds: its interval of a factor, `times` indices for each, in strides."""
+
+    factor: Factor
+    times: int
+    stride: int
+
+    def start(self, shard: int) -> int:
+        """Where the interval of a shard starts."""
+        return sum(self.factor.sizes[:shard]) * self.times
+
+    def length(self, shard: int) -> int:
+        """How many indices it has."""
+        return self.factor.sizes[shard] * self.times
+
+
+def sides(layout: Layout) -> list[Side]:
+    """The sides of the boxes of a layout; what lies whole inside a factor is one with it.
+
+    >>> from shardwise import Mesh, Shard, layout
+    >>> [side[1:] for side in sides(layout((4, 6, 5), Mesh(("tp",), (2,), range(2), "cpu", "simulated"), [Shard(1)]))]
+    [(1, 30), (5, 1)]
+    """
+    found: list[Side] = []
+    for dim, last in zip(layout.dims, contiguous_stride(layout.shape), strict=True):
+        for i, factor in enumerate(dim):
+            stride = math.prod([inner.size for inner in dim[i + 1 :]]) * last
+            if found and not factor.axes:
+                outer = found.pop()
+                found.append(Side(outer.factor, outer.times * factor.size, stride))
+            else:
+                found.append(Side(factor, 1, stride))
+    return found or [Side(whole(1), 1, 1)]
+
+
+@memo("spans", limit=4096)
+def spans(layout: Layout, place: int) -> Spans:
+    """The indices that the rank at a place holds."""
+    several = [(side, layout.shard(side.factor, place)) for side in sides(layout)]
+    facts = [(side.start(shard), side.length(shard), side.stride) for side, shard in several]
+    return Spans(*zip(*facts, strict=True))
+
+
+@memo("boxes", limit=4096)
+def box(layout: Layout) -> PerRank:
+    """The same for every rank."""
+    return PerRank(functools.partial(spans, layout))
+
+
+# ── one rank's piece ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def piece(draw: Draw, layout: Layout, shape: Sequence[int], box: Spans, key: Key, device: torch.device) -> Tensor:
+    """New random numbers: those of a rank's box, in its shape."""
+    out = torch.empty_strided(shape, dense_stride(shape, layout.stride), dtype=layout.dtype, device=device)
+    return fill_piece(out, draw, box, key)
+
+
+def fill_piece(out: Tensor, draw: Draw, box: Spans, key: Key) -> Tensor:
+    """Random numbers into a rank's piece."""
+    if out.device.type == "meta":
+        return out
+    if not out.is_contiguous():
+        return out.copy_(fill_piece(torch.empty_like(out, memory_format=torch.contiguous_format), draw, box, key))
+    kernels = triton_kernels() if out.is_cuda else None
+    if kernels is None or not kernels.fill(out, recipe(draw, out.dtype), box, key):
+        fill(out, draw, box, key)
+    return out
+
+
+def drop_piece(x: Tensor, scale: float, keep: Draw, box: Spans, key: Key) -> tuple[Tensor, Tensor]:
+    """A rank's piece with some elements set to zero and the others scaled, and which those are."""
+    kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    kernels = triton_kernels() if x.is_cuda and x.is_contiguous() else None
+    out = kernels.drop(x, kept, scale, recipe(keep, torch.bool), box, key) if kernels is not None else None
+    if out is None:
+        fill_piece(kept, keep, box, key)
+        out = (x * kept).mul_(scale)
+    return out, kept
+
+
+@functools.cache
+def triton_kernels() -> Any:
+    """The kernels for GPUs, if Triton is here; it takes seconds to import."""
+    module = importlib.import_module(".triton_random", __package__)
+    return module if module.AVAILABLE else None
+
+
+# ── in traced programs ────────────────────────────────────────────────────────────────────────────────────────────────
+
+torch.library.define("shardwise::random_key", "(Tensor? after, str mesh) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+torch.library.define(
+    "shardwise::draw",
+    "(Tensor key, Tensor[] starts, SymInt[] lengths, SymInt[] strides, SymInt[] shape, ScalarType dtype, Device device, "
+    "str kind, Scalar[] numbers) -> Tensor",
+)
+
+
+def _key_fake(after: Tensor | None, mesh: str) -> Tensor:
+    return torch.empty(2, dtype=torch.int64)
+
+
+def _draw_now(key: Tensor, starts: Any, lengths: Any, strides: Any, shape: Any, *facts: Any) -> Tensor:
+    dtype, device, kind, numbers = facts
+    box = Spans(tuple(starts), tuple(lengths), tuple(strides))
+    return fill_piece(torch.empty(shape, dtype=dtype, device=device), Draw(kind, tuple(numbers)), box, tuple(key.tolist()))
+
+
+def _draw_fake(key: Tensor, starts: Any, lengths: Any, strides: Any, shape: Any, *facts: Any) -> Tensor:
+    return torch.empty(shape, dtype=facts[0], device=facts[1])
+
+
+torch.library.register_fake("shardwise::random_key", _key_fake)
+torch.library.impl("shardwise::draw", "CompositeExplicitAutograd", _draw_now)
+torch.library.register_fake("shardwise::draw", _draw_fake)
+
+
+def traced_key(mesh: Mesh, generator: Generator | None = None) -> Tensor:
+    """The keys of one random call of a traced program, new ones whenever it runs; on the host, where the count is. Each follows
+    the one before, so that no compiler puts them into another order."""
+    if generator is not None:
+        raise NotTraced(
+            "random numbers with a generator in a compiled function: its state would be part of the program; leave it out, and "
+            "seed with torch.manual_seed"
+        )
+    text = mesh.write_root()
+    return in_order(lambda after: torch.ops.shardwise.random_key(after, text))
+
+
+def traced_piece(draw: Draw, layout: Layout, shape: Sequence[int], box: Any, key: Tensor, device: torch.device) -> Tensor:
+    """The same as `piece` in a traced program: one operator, or what a compiler that fuses operators needs."""
+    device = torch.device(device.type)
+    made, (starts, lengths, strides) = recipe(draw, layout.dtype), box
+    if not (is_decomposing() and made.fuses):
+        facts = (layout.dtype, device, *draw)
+        return torch.ops.shardwise.draw(key, list(starts), lengths, strides, shape, *facts)
+    there = key.to(device)
+    flat = bits(index(Spans(*box), device), there[0], there[1])
+    return values(made, flat, layout.dtype).view(shape)

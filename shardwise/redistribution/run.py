@@ -1,0 +1,338 @@
+"""Runs plans: takes a local value and a Plan, gives the local value of the plan's target.
+
+One function for each kind of step, all through the door. Where a program is traced that all ranks will run, the steps in which
+ranks differ become `shardwise::` operators: they hold layouts as text, and find out when they run which rank they are on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+from urllib.parse import unquote
+
+import torch
+from torch import SymInt, Tensor
+
+from .._torch.groups import AsyncTensor
+from .._torch.tensors import collectives, is_alias, keep_alive
+from .._torch.tracer import keep_in_their_part
+from ..base.caches import memo
+from ..base.settings import Setting
+from ..comm import Door, PerRank, door
+from ..comm.interception import watched
+from ..comm.policy import check
+from ..comm.processes import deferred
+from ..comm.rank_specific import is_of_one_rank
+from ..comm.transport import check_pieces
+from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh, quote
+from ..layouts.text import Form, form_of
+from ..planning.plan import Plan, plan
+from ..planning.step import Step
+from .between_meshes import transfer
+from .step_kernels import (
+    Kernel,
+    divided,
+    embedding,
+    exchanging,
+    filled,
+    gathering,
+    ranks,
+    reduction,
+    scattering,
+    splitting,
+    swapping,
+    taking,
+)
+
+
+def move(local: Tensor, have: Layout, want: Layout, operator: str = "", max_bytes: int | None = None) -> Tensor:
+    """The local value of `want`, from that of `have`; `local` itself where nothing has to change.
+
+    `operator` is on whose account this is; communication that the user asked for has none, and is not refused. `max_bytes`
+    bounds what a rank holds on the way.
+    """
+    if have is want:
+        return local
+    steps = plan(have, want, max_bytes)
+    if operator and steps.collectives:
+        check(operator, steps.bytes, lambda: f"{have} → {want}")
+    with whole_moves.set(False) if max_bytes is not None else nullcontext():  # a move does not say how much it may hold
+        return run(local, steps, operator or "redistribute", have.shape)
+
+
+def move_later(local: Tensor, have: Layout, want: Layout, operator: str = "", max_bytes: int | None = None) -> Tensor:
+    """As `move`, but collectives are waited for where their results are first used."""
+    with deferred.set(True):
+        return move(local, have, want, operator, max_bytes)
+
+
+def check_moves(moves: Iterable[tuple[int, Layout, Layout]], inputs: Sequence[Layout], operator: str) -> None:
+    """Warn or raise, before any of an operator's moves, as `communication` was told."""
+    plans = [steps for _, have, want in moves if (steps := plan(have, want)).collectives]
+
+    def describe() -> str:
+        needed = ", ".join(f"{steps.have} → {steps.want}" for steps in plans)
+        return f"it takes {', '.join(map(repr, inputs))} and needs {needed}"
+
+    if plans:
+        check(operator, sum(steps.bytes for steps in plans), describe)
+
+
+def run(local: Tensor, steps: Plan, operator: str, shape: Sequence[int] | None = None) -> Tensor:
+    """Run a plan's steps through the door; `shape` is that of the global tensor where sizes are symbols."""
+    shape = steps.have.shape if shape is None else shape
+    world = door(steps.have.mesh, operator)
+    if is_symbolic(shape) and any(_is_explicit(layout) for layout in steps.layouts):
+        shape = tuple(int(size) for size in shape)  # pieces of given sizes are of one size only
+    if isinstance(local, AsyncTensor):
+        local = local.trigger_wait()
+    by = Running(world, world.traced(local), shape)
+    if steps.collectives and not by.traced:
+        for line, given, pieces in world.assumed(steps.have.mesh):
+            check_pieces(world.shapes(given, steps.have.mesh), pieces, steps.have.mesh.root, line)
+        return watched(operator, (steps.have, steps.want), local, lambda: _run(local, steps, operator, by))
+    return _run(local, steps, operator, by)
+
+
+def _run(local: Tensor, steps: Plan, operator: str, by: Running) -> Tensor:
+    if by.traced:
+        keep_in_their_part(is_of_one_rank)
+    if by.traced and whole_moves.get():
+        have, want = form_of(steps.have).text, form_of(steps.want).text
+        return torch.ops.shardwise.move(local, by.shape, have, want, operator)
+    for step in steps.steps:
+        local = _RUN[step.kind](local, step, by)
+    return local
+
+
+def _is_explicit(layout: Layout) -> bool:
+    return any(part.sizes is not None for dim in form_of(layout).dims for part in dim)
+
+
+#: Whether a traced program says of a move only from where to where: graph passes then see what belongs together.
+whole_moves: Setting[bool] = Setting("whole moves", False)
+
+
+class Running(NamedTuple):
+    """Through which door steps run, whether they are traced, and the shape of the global tensor."""
+
+    door: Door
+    traced: bool
+    shape: Sequence[int]
+
+
+def is_symbolic(shape: Sequence[int]) -> bool:
+    """Whether a size is a symbol of a trace."""
+    return any(isinstance(size, SymInt) for size in shape)
+
+
+def _part(part: str, x: Tensor, step: Step, by: Running) -> Tensor:
+    """Run what a step does with one rank's tensor before or after its communication."""
+    kernel = _kernels(step)[part]
+    if not kernel:
+        return x
+    if by.traced and (is_symbolic(by.shape) or _varies(step, part)):
+        return torch.ops.shardwise.step(x, by.shape, write(step), part)
+    return by.door.each(kernel[0], step.before.mesh, x, *kernel[1:])
+
+
+def _kernels(step: Step) -> dict[str, Kernel]:
+    """What to do with one rank's tensor before and after the communication of a step."""
+    return _KERNELS[step.kind](step)
+
+
+def _both(kernels: tuple[Kernel, Kernel]) -> dict[str, Kernel]:
+    return {"before": kernels[0], "after": kernels[1]}
+
+
+def _swapped(step: Step) -> dict[str, Kernel]:
+    swap = swapping(step)
+    return {} if swap is None else {"before": swap[0], "after": swap[2]}
+
+
+_KERNELS: dict[str, Callable[[Step], dict[str, Kernel]]] = {
+    "reduce_scatter": lambda step: _both(scattering(step)),
+    "all_gather": lambda step: _both(gathering(step)),
+    "all_to_all": _swapped,
+    "take": lambda step: {"alone": taking(step)},
+    "split": lambda step: {"alone": splitting(step)},
+    "embed": lambda step: {"alone": embedding(step)},
+}
+
+
+@memo("varies", limit=4096)
+def _varies(step: Step, part: str) -> bool:
+    """Whether ranks differ in what they do."""
+    values = [value for value in _kernels(step)[part] if isinstance(value, PerRank)]
+    return any(value.at(place) != value.at(0) for value in values for place in range(len(step.before.mesh.ranks)))
+
+
+# ── one function for each kind ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _all_reduce(x: Tensor, step: Step, by: Running) -> Tensor:
+    kind, scale = reduction(step)
+    return divided(by.door.all_reduce(x, kind, step.before.mesh, step.axes), scale)
+
+
+def _reduce_scatter(x: Tensor, step: Step, by: Running) -> Tensor:
+    kind, scale = reduction(step)
+    part = by.door.reduce_scatter(_part("before", x, step, by), kind, step.before.mesh, step.axes)
+    return divided(_part("after", part, step, by), scale)
+
+
+def _all_gather(x: Tensor, step: Step, by: Running) -> Tensor:
+    whole = by.door.all_gather(_part("before", x, step, by), step.before.mesh, step.axes)
+    return _part("after", whole, step, by)
+
+
+def _all_to_all(x: Tensor, step: Step, by: Running) -> Tensor:
+    swap = swapping(step)
+    if swap is None or (by.traced and not step.before.even):
+        return _exchange(x, step, by)
+    counts = (x.numel() // step.ranks,) * step.ranks if by.traced else swap[1]
+    received = by.door.all_to_all(_part("before", x, step, by), counts, counts, step.before.mesh, step.axes)
+    return _part("after", received, step, by)
+
+
+def _exchange(x: Tensor, step: Step, by: Running) -> Tensor:
+    """Every rank sends to every other what that one gets from it; what it has itself does not travel."""
+    if by.traced:
+        return wait_tensor(torch.ops.shardwise.exchange(x, by.shape, write(step)))
+    mesh = step.before.mesh
+    lay_out, send, receive, shape, parcels, own = exchanging(step)
+    packed = by.door.each(lay_out[0], mesh, x, *lay_out[1:])
+    received = by.door.all_to_all(packed, send, receive, mesh, step.axes)
+    return by.door.each(filled, mesh, x, received, shape, parcels, own)
+
+
+def _transfer(x: Tensor, step: Step, by: Running) -> Tensor:
+    if by.traced:
+        return wait_tensor(torch.ops.shardwise.exchange(x, by.shape, write(step)))
+    return transfer(x, step, by.door)
+
+
+def _alone(x: Tensor, step: Step, by: Running) -> Tensor:
+    return _part("alone", x, step, by)
+
+
+def _scale(x: Tensor, step: Step, by: Running) -> Tensor:
+    """A pending average is over as many times the value as it has ranks."""
+    up, down = ranks("avg", step.after, step.axes), ranks("avg", step.before, step.axes)
+    return divided(x if up == 1 else x * up, down)
+
+
+_RUN: dict[str, Callable[[Tensor, Step, Running], Tensor]] = {
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "permute": _exchange,
+    "exchange": _exchange,
+    "transfer": _transfer,
+    "take": _alone,
+    "split": _alone,
+    "embed": _alone,
+    "scale": _scale,
+}
+
+
+# ── steps as operators ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def write(step: Step) -> str:
+    """A step as text without sizes; `read` reads it in any process."""
+    return " | ".join([step.kind, ",".join(map(quote, step.axes)), form_of(step.before).text, form_of(step.after).text])
+
+
+@memo("steps read", limit=4096)
+def read(text: str, shape: tuple[int, ...], dtype: torch.dtype) -> Step:
+    """The step that a text tells, of a tensor of a shape."""
+    kind, axes, *forms = text.split(" | ")
+    names = tuple(map(unquote, axes.split(","))) if axes else ()
+    return Step(kind, names, *(Form.read(form).layout(shape, dtype) for form in forms))
+
+
+torch.library.define("shardwise::move", "(Tensor x, SymInt[] shape, str have, str want, str operator) -> Tensor")
+torch.library.define("shardwise::step", "(Tensor x, SymInt[] shape, str step, str part) -> Tensor")
+torch.library.define("shardwise::exchange", "(Tensor x, SymInt[] shape, str step) -> Tensor")
+
+
+def _fresh(out: Tensor, x: Tensor) -> Tensor:
+    """What an operator may give back: nothing that shares memory with what it took. Below autograd no view says it is one."""
+    out = out.contiguous()
+    return out.clone() if is_alias(out, x) else out
+
+
+def _own(out: Tensor, x: Tensor, before: Mesh, after: Mesh) -> Tensor:
+    if before is not after:
+        return out.contiguous().clone()
+    return door(after).each(_fresh, after, out, x)
+
+
+def _move(x: Tensor, shape: Sequence[int], have: str, want: str, operator: str) -> Tensor:
+    before, after = (Form.read(form).layout(shape, x.dtype) for form in (have, want))
+    with whole_moves.set(False):
+        return _own(run(x, plan(before, after), operator, before.shape), x, before.mesh, after.mesh)
+
+
+def _step(x: Tensor, shape: Sequence[int], text: str, part: str) -> Tensor:
+    step = read(text, tuple(shape), x.dtype)
+    kernel, mesh = _kernels(step)[part], step.before.mesh
+    return _own(door(mesh).each(kernel[0], mesh, x, *kernel[1:]), x, mesh, mesh)
+
+
+def _exchange_now(x: Tensor, shape: Sequence[int], text: str) -> Tensor:
+    step = read(text, tuple(shape), x.dtype)
+    by = Running(door(step.before.mesh), False, step.before.shape)
+    return _own(_RUN[step.kind](x, step, by), x, step.before.mesh, step.after.mesh)
+
+
+# What they give, where only shapes are asked for. Sizes that are symbols are those of even pieces.
+
+
+def _new_local(x: Tensor, shape: Sequence[int], form: str) -> Tensor:
+    layout = Form.read(form).layout(shape, x.dtype)
+    return door(layout.mesh).each(x.new_empty, layout.mesh, PerRank(layout.local_shape))
+
+
+def _move_fake(x: Tensor, shape: Sequence[int], have: str, want: str, operator: str) -> Tensor:
+    return _new_local(x, shape, want)
+
+
+def _exchange_fake(x: Tensor, shape: Sequence[int], text: str) -> Tensor:
+    return _new_local(x, shape, text.split(" | ")[3])
+
+
+def _step_fake(x: Tensor, shape: Sequence[int], text: str, part: str) -> Tensor:
+    kind, _, _, after = text.split(" | ")
+    if part != "before":
+        return _new_local(x, shape, after)
+    if kind == "all_to_all":
+        return x.new_empty((x.numel(),))
+    return _laid_out(x, shape, text) if kind == "reduce_scatter" else _step(x, shape, text, part)
+
+
+def _laid_out(x: Tensor, shape: Sequence[int], text: str) -> Tensor:
+    """One piece behind the other; pieces of different shapes lie flat, each in the room of the largest."""
+    layout = Form.read(text.split(" | ")[3]).layout(shape, x.dtype)
+    if layout.even:
+        first, *rest = layout.local_shape(0)
+        return x.new_empty((x.numel() // max(math.prod((first, *rest)), 1) * first, *rest))
+    return _step(x, shape, text, "before")
+
+
+# What one rank does not need another one may: no rank leaves out a communication as dead code. Inductor looks for waits only.
+keep_alive(torch.ops.shardwise.move.default)
+keep_alive(torch.ops.shardwise.exchange.default)
+wait_tensor = collectives.wait_tensor.default
+
+torch.library.impl("shardwise::move", "CompositeExplicitAutograd", _move)
+torch.library.register_fake("shardwise::move", _move_fake)
+torch.library.impl("shardwise::step", "CompositeExplicitAutograd", _step)
+torch.library.register_fake("shardwise::step", _step_fake)
+torch.library.impl("shardwise::exchange", "CompositeExplicitAutograd", _exchange_now)
+torch.library.register_fake("shardwise::exchange", _exchange_fake)

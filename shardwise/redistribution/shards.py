@@ -1,0 +1,345 @@
+"""Where the pieces of one tensor lie inside others: layouts and places in, views and copies of one rank's tensors out.
+
+A group's equal pieces tile a local tensor: a `Turn` brings them into order with one permute. Pieces of any sizes meet in a few
+`Block`s, each copied at once. Knows nothing of doors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layouts.layout import Dim, Factor, Layout, PerRank, Run, canonical
+from ..layouts.mesh import Mesh
+
+# ── equal pieces ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+#: What a local tensor is made of, major to minor: the axes over which its pieces lie, and the factors of those pieces.
+Parts = list[str | Factor]
+
+
+def parts_of(coarse: Dim, fine: Dim, axes: Sequence[str], mesh: Mesh) -> Parts | None:
+    """`coarse` as a product of those of `axes` that cut it further into equal pieces of `fine`, and of these; or None.
+
+    >>> mesh = Mesh(("a",), (2,), range(2), "cpu", "simulated")
+    >>> parts_of((Factor(8, (), (8,)),), (Factor(8, ("a",), (4, 4)),), ["a"], mesh)
+    ['a', Factor(size=8, axes=('a',), sizes=(4, 4))]
+    """
+    parts: Parts = []
+    joined: list[Factor] = []
+    for factor in fine:
+        more = [axis for axis in factor.axes if axis in axes]
+        kept = factor.axes[: len(factor.axes) - len(more)]
+        step = math.prod([mesh.axis_sizes[axis] for axis in more])
+        runs = [factor.sizes[i : i + step] for i in range(0, len(factor.sizes), step)]
+        if (*kept, *more) != factor.axes or any(min(run) != max(run) for run in runs):
+            return None
+        parts += [*more, factor]
+        joined.append(Factor(factor.size, kept, tuple(map(sum, runs))))
+    return parts if canonical(joined) == coarse else None
+
+
+class Turn(NamedTuple):
+    """A tensor seen with other sizes, its dims then brought into an order, and the shape of the result."""
+
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Turns(NamedTuple):
+    """A turn for every rank; `straight` where it leaves all elements in their order."""
+
+    straight: bool
+    turn: PerRank
+
+
+def splits(parts: Parts, axes: Sequence[str], layout: Layout, shape: Callable[[int], tuple[int, ...]]) -> Turns:
+    """Bring a local tensor made of `parts` to one piece after another, in the order of the group over `axes`."""
+    order = _axes_first(parts, axes)
+    return Turns(_is_straight(order), PerRank(lambda place: Turn(_sizes(parts, layout, place), order, shape(place))))
+
+
+def joins(parts: Parts, axes: Sequence[str], layout: Layout, shape: Callable[[int], tuple[int, ...]]) -> Turns:
+    """The way back: one piece after another, to a local tensor made of `parts`."""
+    order = _axes_first(parts, axes)
+    stacked = [parts[i] for i in order]
+    back = tuple(sorted(range(len(order)), key=order.__getitem__))
+    return Turns(_is_straight(order), PerRank(lambda place: Turn(_sizes(stacked, layout, place), back, shape(place))))
+
+
+def _axes_first(parts: Parts, axes: Sequence[str]) -> tuple[int, ...]:
+    return (*(parts.index(axis) for axis in axes), *(i for i, part in enumerate(parts) if not isinstance(part, str)))
+
+
+def _is_straight(order: tuple[int, ...]) -> bool:
+    return order == tuple(range(len(order)))
+
+
+def _sizes(parts: Parts, layout: Layout, place: int) -> tuple[int, ...]:
+    shape = layout.mesh.axis_sizes
+    return tuple([shape[p] if isinstance(p, str) else p.sizes[layout.shard(p, place)] for p in parts])
+
+
+def split(x: Tensor, turn: Turn) -> Tensor:
+    """A local tensor as its pieces."""
+    return x.reshape(turn.sizes).permute(turn.order).reshape(turn.shape)
+
+
+def join(pieces: Tensor, turn: Turn) -> Tensor:
+    """Contiguous pieces as a local tensor: contiguous, and a view where the elements are in order already."""
+    turned = pieces.view(turn.sizes).permute(turn.order)
+    # The turned view is no answer even where it passes for contiguous: a dim of size 1 gives it strides that kernels misread.
+    return (pieces if turned.is_contiguous() else turned.contiguous()).view(turn.shape)
+
+
+# ── pieces of any sizes ───────────────────────────────────────────────────────────────────────────────────────────────
+
+#: The indices that a piece holds, for each dim as ascending intervals.
+Index = tuple[tuple[Run, ...], ...]
+
+
+def index_of(layout: Layout, place: int) -> Index:
+    """The indices of the global tensor that the rank at `place` holds."""
+    return tuple([tuple(layout.runs(dim, place)) for dim in range(layout.ndim)])
+
+
+def shape_of(index: Index) -> tuple[int, ...]:
+    """The shape of a tensor that holds these indices.
+
+    >>> shape_of((((0, 2), (4, 6)), ((1, 2),)))
+    (4, 1)
+    """
+    return tuple([sum([stop - start for start, stop in runs]) for runs in index])
+
+
+def common(one: Index, other: Index) -> Index:
+    """The indices that both hold.
+
+    >>> common((((0, 4), (8, 12)),), (((2, 9),),))
+    (((2, 4), (8, 9)),)
+    """
+    return tuple([tuple([(low, high) for low, high, _, _ in _meetings(a, b)]) for a, b in zip(one, other, strict=True)])
+
+
+def _meetings(one: Sequence[Run], other: Sequence[Run]) -> Iterator[tuple[int, int, int, int]]:
+    """Each interval that lies in an interval of both, and the positions of its first index in tensors that hold them."""
+    i = j = before_one = before_other = 0
+    while i < len(one) and j < len(other):
+        (start, stop), (first, last) = one[i], other[j]
+        low, high = max(start, first), min(stop, last)
+        if low < high:
+            yield low, high, before_one + low - start, before_other + low - first
+        if stop <= last:
+            i, before_one = i + 1, before_one + stop - start
+        else:
+            j, before_other = j + 1, before_other + last - first
+
+
+class Span(NamedTuple):
+    """So many stretches of `length` indices along a dim: where the first lies in two tensors, and how far it is to the next."""
+
+    length: int
+    times: int
+    there: int
+    here: int
+    there_step: int
+    here_step: int
+
+
+def spans(source: Sequence[Run], target: Sequence[Run]) -> list[Span]:
+    """What tensors that hold `source` and `target` along a dim share.
+
+    >>> spans([(0, 12)], [(0, 2), (4, 6), (8, 10)])
+    [Span(length=2, times=3, there=0, here=0, there_step=4, here_step=2)]
+    """
+    found: list[Span] = []
+    for there, here, length in _stretches(source, target):
+        if found and (longer := _continued(found[-1], there, here, length)):
+            found[-1] = longer
+        else:
+            found.append(Span(length, 1, there, here, length, length))
+    return found
+
+
+def _stretches(source: Sequence[Run], target: Sequence[Run]) -> list[tuple[int, int, int]]:
+    """Intervals of positions that are contiguous in both tensors: the position in each, and the length."""
+    found: list[tuple[int, int, int]] = []
+    for low, high, there, here in _meetings(source, target):
+        if found and found[-1][0] + found[-1][2] == there and found[-1][1] + found[-1][2] == here:
+            found[-1] = (*found[-1][:2], found[-1][2] + high - low)
+        else:
+            found.append((there, here, high - low))
+    return found
+
+
+def _continued(span: Span, there: int, here: int, length: int) -> Span | None:
+    steps = (there - span.there) // span.times, (here - span.here) // span.times
+    next_one = span.there + span.times * steps[0], span.here + span.times * steps[1]
+    if length != span.length or next_one != (there, here) or (span.times > 1 and steps != span[4:]):
+        return None
+    return Span(length, span.times + 1, span.there, span.here, *steps)
+
+
+class Cut(NamedTuple):
+    """The part of a dim that a block takes: an interval, or one of `length` at `offset` of each of `times` such intervals."""
+
+    dim: int
+    start: int
+    size: int
+    times: int = 1
+    offset: int = 0
+    length: int = 0
+
+
+class Block(NamedTuple):
+    """A part of a global tensor that two tensors hold: its sizes, and where it lies in each, by dims from the last one on."""
+
+    sizes: tuple[int, ...]
+    there: tuple[Cut, ...]
+    here: tuple[Cut, ...]
+
+
+def blocks(source: Index, target: Index) -> tuple[Block, ...]:
+    """What tensors that hold `source` and `target` share."""
+    sizes = list(zip(shape_of(source), shape_of(target), strict=True))
+    every = zip(source, target, sizes, strict=True)
+    shared = [[part for span in spans(one, other) for part in _fitting(span, *size)] for one, other, size in every]
+    return tuple([_block(chosen, sizes) for chosen in product(*shared)])
+
+
+def _fitting(span: Span, there: int, here: int) -> Iterator[Span]:
+    """The span itself where its stretches with their gaps lie inside dims of these sizes; else the last stretch apart."""
+    if span.times > 1 and (span.times * span.there_step > there or span.times * span.here_step > here):
+        yield span._replace(times=span.times - 1)
+        length, times, first, second, there_step, here_step = span
+        there_last, here_last = first + (times - 1) * there_step, second + (times - 1) * here_step
+        yield Span(length, 1, there_last, here_last, length, length)
+    else:
+        yield span
+
+
+def _block(chosen: Sequence[Span], sizes: Sequence[tuple[int, int]]) -> Block:
+    shape = [n for span in chosen for n in ((span.times, span.length) if span.times > 1 else (span.length,))]
+    every = list(enumerate(zip(chosen, sizes, strict=True)))[::-1]
+    there = [_cut(dim, span.there, span.there_step, span, size) for dim, (span, (size, _)) in every]
+    here = [_cut(dim, span.here, span.here_step, span, size) for dim, (span, (_, size)) in every]
+    return Block(tuple(shape), tuple(filter(None, there)), tuple(filter(None, here)))
+
+
+def _cut(dim: int, first: int, step: int, span: Span, size: int) -> Cut | None:
+    """The part of a dim of this size that a span takes; None where that is all of it."""
+    if span.times == 1:
+        return Cut(dim, first, span.length) if span.length < size else None
+    offset = max(first + span.times * step - size, 0)  # behind the last stretch the dim may end
+    return Cut(dim, first - offset, span.times * step, span.times, offset, span.length)
+
+
+def part(x: Tensor, cuts: tuple[Cut, ...]) -> Tensor:
+    """The view of a block in a tensor. Not by `as_strided`: where Inductor elides a copy of a slice, it takes an offset into
+    the copy for one into what was sliced."""
+    for dim, start, size, times, offset, length in cuts:
+        x = x.narrow(dim, start, size)
+        if times > 1:
+            x = x.unflatten(dim, (times, size // times)).narrow(dim + 1, offset, length)
+    return x
+
+
+def copy(source: Tensor, target: Tensor, shared: Iterable[Block]) -> Tensor:
+    """`target`, with what it shares with `source` written into it."""
+    for _, there, here in shared:
+        part(target, here).copy_(part(source, there))
+    return target
+
+
+def cut_out(x: Tensor, shape: tuple[int, ...], shared: Sequence[Block]) -> Tensor:
+    """A new contiguous tensor of `shape`, all of it in `x`."""
+    if len(shared) != 1:
+        return copy(x, x.new_empty(shape), shared)
+    sizes, there, _ = shared[0]
+    found = part(x, there).clone(memory_format=torch.contiguous_format)
+    return found if sizes == shape else found.view(shape)
+
+
+# ── pieces on their way ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Parcel(NamedTuple):
+    """A piece of `shape` that begins at `start` of a flat buffer, and what it shares with a rank's tensor."""
+
+    start: int
+    shape: tuple[int, ...]
+    shared: tuple[Block, ...]
+
+
+def parcels_out(mine: Index, pieces: Iterable[tuple[int, Index]]) -> list[Parcel]:
+    """The pieces, each with its start in a buffer, to be filled from a tensor that holds `mine`."""
+    return [Parcel(start, shape_of(index), shared) for start, index in pieces if (shared := blocks(mine, index))]
+
+
+def parcels_in(mine: Index, pieces: Iterable[tuple[int, Index]]) -> list[Parcel]:
+    """The same, to fill a tensor that holds `mine`."""
+    return [Parcel(start, shape_of(index), shared) for start, index in pieces if (shared := blocks(index, mine))]
+
+
+def in_a_row(pieces: Sequence[Index | None]) -> tuple[tuple[int, ...], list[tuple[int, Index]]]:
+    """How many elements each piece has, and where it begins in a buffer that holds one after another; None has none.
+
+    >>> in_a_row([(((0, 2),),), None, (((5, 9),),)])
+    ((2, 0, 4), [(0, (((0, 2),),)), (2, (((5, 9),),))])
+    """
+    counts = [0 if index is None else math.prod(shape_of(index)) for index in pieces]
+    starts = accumulate(counts, initial=0)
+    return tuple(counts), [(start, index) for start, index in zip(starts, pieces, strict=False) if index is not None]
+
+
+def pack(x: Tensor, size: int, parcels: Sequence[Parcel]) -> Tensor:
+    """A flat buffer of `size` elements that holds the parcels, all of them in `x`; the rest of it may be anything."""
+    if len(parcels) == 1 and len(parcels[0].shared) == 1 and math.prod(parcels[0].shape) == size:
+        return part(x, parcels[0].shared[0].there).reshape(-1).contiguous()
+    buffer = x.new_empty(size)
+    for parcel in parcels:
+        copy(x, _inside(buffer, parcel), parcel.shared)
+    return buffer
+
+
+def unpack(buffer: Tensor, out: Tensor, parcels: Iterable[Parcel]) -> Tensor:
+    """`out`, with what the parcels hold of it written into it."""
+    for parcel in parcels:
+        copy(_inside(buffer, parcel), out, parcel.shared)
+    return out
+
+
+def put_together(buffer: Tensor, shape: tuple[int, ...], parcels: Sequence[Parcel], along: int | None) -> Tensor:
+    """The tensor of `shape` that the parcels make up; quicker where each is a part along one dim, in ascending order."""
+    if along is None or not parcels:
+        return unpack(buffer, buffer.new_empty(shape), parcels)
+    size, ends = math.prod(shape), [parcel.start + math.prod(parcel.shape) for parcel in parcels]
+    in_order = math.prod(shape[:along]) == 1 and [parcel.start for parcel in parcels] == [0, *ends[:-1]]
+    if in_order and 8 * (buffer.numel() - size) <= size:  # only a little padding at the end stays in memory
+        return buffer[:size].view(shape)
+    return torch.cat([_inside(buffer, parcel) for parcel in parcels], along)
+
+
+def _inside(buffer: Tensor, parcel: Parcel) -> Tensor:
+    return buffer.narrow(0, parcel.start, math.prod(parcel.shape)).view(parcel.shape)
+
+
+def padded(x: Tensor, size: int) -> Tensor:
+    """A tensor as a flat one of `size` elements, of which the last may be anything."""
+    if x.numel() == size:
+        return x.reshape(-1)
+    buffer = x.new_empty(size)
+    buffer[: x.numel()].view(x.shape).copy_(x)
+    return buffer
+
+
+def unpadded(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The way back from `padded`; a copy where the padding would stay in memory otherwise."""
+    size = math.prod(shape)
+    return (buffer if buffer.numel() == size else buffer[:size].clone()).view(shape)

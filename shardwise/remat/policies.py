@@ -1,0 +1,342 @@
+"""Policies of rematerialisation: which results a block keeps for its backward, and which it computes a second time.
+
+A policy is a value: it prints as the expression that makes it, policies that print alike are equal, and neither depends on the
+process, so that one can be part of a key. Policies combine: `a | b` keeps what either keeps, `a & b` what both keep, `~a` what
+`a` does not. What must be so beats what may be so; between equals `|` keeps and `&` computes again.
+
+>>> (matmuls | collectives) & up_to(64 * 2**20)
+(save.matmuls | save.collectives) & save.up_to(67108864)
+>>> matmuls.choose(Made("aten.mm.default")), (~matmuls).choose(Made("aten.mm.default")), matmuls == ~~matmuls
+(<Choice.SAVE: 1>, <Choice.RECOMPUTE: -1>, False)
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import CodeType
+from typing import Any
+
+from .._torch.tensors import OpaqueBaseMeta, constant_type
+from ..base.argument_checks import a_text, integer, shown
+from ..errors import RematError
+
+__all__ = [
+    "Choice",
+    "Made",
+    "Policy",
+    "attention",
+    "by",
+    "collectives",
+    "custom",
+    "default",
+    "everything",
+    "matmuls",
+    "nothing",
+    "operators",
+    "random",
+    "regions",
+    "up_to",
+]
+
+
+class Choice(enum.Enum):
+    """What becomes of a result. What only may be saved or recomputed, a compiler may decide otherwise."""
+
+    MUST_RECOMPUTE = -2
+    RECOMPUTE = -1
+    SAVE = 1
+    MUST_SAVE = 2
+
+    @property
+    def saves(self) -> bool:
+        """Whether the result is kept."""
+        return self.value > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The call that a policy decides on: its operator, the region that makes it, which call of this operator in the region it
+    is, the bytes of its results on the rank that holds most of them, and whether it draws random numbers."""
+
+    operator: str
+    region: str = ""
+    number: int = 0
+    bytes: int = 0
+    random: bool = False
+
+
+class Policy(metaclass=OpaqueBaseMeta):
+    """Which results are kept; combine policies with `|`, `&` and `~`. In traced programs policies are constants."""
+
+    __slots__ = ()
+    #: Whether the choice depends on nothing but the operator, so that it can be remembered.
+    by_operator = True
+
+    def __init_subclass__(cls) -> None:
+        constant_type(cls)
+
+    def choose(self, made: Made, op: Any = None, args: Sequence[Any] = ()) -> Choice:
+        """What becomes of the results of a call."""
+        raise RematError(f"{type(self).__name__} does not say what it keeps; give it a method `choose`")
+
+    def __or__(self, other: Policy) -> Policy:
+        return _Pair("|", self, _checked(other))
+
+    def __and__(self, other: Policy) -> Policy:
+        return _Pair("&", self, _checked(other))
+
+    def __invert__(self) -> Policy:
+        return _Inverse(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Policy) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest(), "big")
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        return repr(self), {}
+
+
+def _checked(policy: object) -> Policy:
+    if not isinstance(policy, Policy):
+        raise RematError(f"{shown(policy)} is no policy: combine those of `sw.save`, or make one of a function by `sw.save.by`")
+    return policy
+
+
+class _Pair(Policy):
+    __slots__ = ("by_operator", "left", "right", "sign")
+
+    def __init__(self, sign: str, left: Policy, right: Policy) -> None:
+        self.sign, self.left, self.right = sign, left, right
+        self.by_operator = left.by_operator and right.by_operator
+
+    def choose(self, made: Made, op: Any = None, args: Sequence[Any] = ()) -> Choice:
+        one, other = self.left.choose(made, op, args), self.right.choose(made, op, args)
+        if abs(one.value) != abs(other.value):
+            return max(one, other, key=lambda choice: abs(choice.value))
+        return (max if self.sign == "|" else min)(one, other, key=lambda choice: choice.value)
+
+    def __repr__(self) -> str:
+        return f" {self.sign} ".join(
+            f"({side!r})" if isinstance(side, _Pair) and side.sign != self.sign else repr(side)
+            for side in (self.left, self.right)
+        )
+
+
+class _Inverse(Policy):
+    __slots__ = ("by_operator", "policy")
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.by_operator = policy, policy.by_operator
+
+    def choose(self, made: Made, op: Any = None, args: Sequence[Any] = ()) -> Choice:
+        return Choice(-self.policy.choose(made, op, args).value)
+
+    def __repr__(self) -> str:
+        return f"~({self.policy!r})" if isinstance(self.policy, _Pair) else f"~{self.policy!r}"
+
+
+# ── by operator ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Family(Policy):
+    __slots__ = ("name", "test")
+
+    def __init__(self, name: str, test: Callable[[Made], bool]) -> None:
+        self.name, self.test = name, test
+
+    def choose(self, made: Made, op: Any = None, args: Sequence[Any] = ()) -> Choice:
+        return Choice.SAVE if self.test(made) else Choice.RECOMPUTE
+
+    def __repr__(self) -> str:
+        return f"save.{self.name}"
+
+    def __reduce__(self) -> str:
+        return self.name  # a pickle says its name only
+
+
+class _Operators(Policy):
+    __slots__ = ("names",)
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def choose(self, made: Made, op: Any = None, args: Sequence[Any] = ()) -> Choice:
+        known = any(made.operator == name or made.operator.startswith(f"{name}.") for name in self.names)
+        return Choice.SAVE if known else Choice.RECOMPUTE
+
+    def __repr__(self) -> str:
+        return f"save.operators({', '.join(map(repr, self.names))})"
+
+
+_MATMULS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear", "mv", "addmv", "dot", "vdot", "einsum"),
+        *("_addmm_activation", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "_int_mm", "mkldnn_linear"),
+    )
+) | {"shardwise.grouped_mm"}
+_COLLECTIVES = frozenset(("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d"))
+#: Moves of a DTensor between layouts: in eager programs, and the operators of traced ones.
+_MOVES = frozenset(
+    f"shardwise.{name}"
+    for name in ("move", "exchange", "messages", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+)
+_OWN = frozenset(("aten", "prim", "prims", "inductor", "shardwise", "higher_order", "rngprims", "quantized", *_COLLECTIVES))
+
+
+def _base(operator: str) -> str:
+    """The name of an operator without its overload."""
+    return ".".join(operator.split(".")[:2])
+
+
+def _is_attention(made: Made) -> bool:
+    name = _base(made.operator)
+    forward = name.startswith(("aten.", "shardwise.")) and "attention" in name and "backward" not in name
+    return forward or name in ("higher_order.flex_attention", "flex_attention")
+
+
+def _is_collective(made: Made) -> bool:
+    return made.operator.split(".")[0] in _COLLECTIVES or _base(made.operator) in _MOVES
+
+
+nothing = _Family("nothing", lambda made: False)
+everything = _Family("everything", lambda made: True)
+#: Products of matrices.
+matmuls = _Family("matmuls", lambda made: _base(made.operator) in _MATMULS)
+#: Fused attention.
+attention = _Family("attention", _is_attention)
+#: What other ranks sent: moves of a DTensor between layouts, and torch's own collectives.
+collectives = _Family("collectives", _is_collective)
+#: Random numbers, dropout among them.
+random = _Family("random", lambda made: made.random)
+#: Operators of other libraries and of the user.
+custom = _Family("custom", lambda made: made.operator.split(".")[0] not in _OWN)
+#: What `remat` keeps where it is not told: no collective and no attention is run twice.
+default = collectives | attention
+
+
+def operators(*ops: Any) -> Policy:
+    """Keep the results of these operators, given as `torch.ops.aten.mm` (all overloads), as one overload, or by name.
+
+    >>> import torch
+    >>> operators(torch.ops.aten.mm, "aten.sin.default")
+    save.operators('aten.mm', 'aten.sin.default')
+    """
+    return _Operators(tuple(sorted({_named(op) for op in ops})))
+
+
+def _named(op: Any) -> str:
+    name = str(op) if isinstance(op, str) or callable(op) else ""
+    if "." not in name or " " in name:
+        raise RematError(
+            f"{shown(op)} of *ops is no operator: give `torch.ops.aten.mm`, one of its overloads, or a name such as 'aten.mm'"
+        )
+    return name
+
+
+# ── by anything else ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Regions(Policy):
+    __slots__ = ("pattern",)
+    by_operator = False
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+
+    def choose(self, made: Made, op: Any = None, args: Sequence[Any] = ()) -> Choice:
+        return Choice.SAVE if fnmatchcase(made.region, self.pattern) else Choice.RECOMPUTE
+
+    def __repr__(self) -> str:
+        return f"save.regions({self.pattern!r})"
+
+
+class _UpTo(Policy):
+    __slots__ = ("limit",)
+    by_operator = False
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def choose(self, made: Made, op: Any = None, args: Sequence[Any] = ()) -> Choice:
+        return Choice.SAVE if made.bytes <= self.limit else Choice.RECOMPUTE
+
+    def __repr__(self) -> str:
+        return f"save.up_to({self.limit})"
+
+
+class _By(Policy):
+    __slots__ = ("function", "text")
+    by_operator = False
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.text = function, _told(function)
+
+    def choose(self, made: Made, op: Any = None, args: Sequence[Any] = ()) -> Choice:
+        said = self.function(op, args, made)
+        try:
+            return said if isinstance(said, Choice) else Choice[said.upper()]
+        except (KeyError, AttributeError):
+            raise RematError(
+                f"the policy {self!r} gives {said!r} for {made.operator}; it has to give 'save', 'recompute', 'must_save' or "
+                "'must_recompute'"
+            ) from None
+
+    def __repr__(self) -> str:
+        return f"save.by({self.text})"
+
+
+def regions(pattern: str) -> Policy:
+    """Keep everything that regions with such a name make: blocks by the name of their function or module, and compiled regions
+    in them, as `block/compiled name`.
+
+    >>> regions("blocks.0*")
+    save.regions('blocks.0*')
+    """
+    return _Regions(a_text(pattern, "save.regions: pattern", "a text with the name of a region, such as 'blocks.*'"))
+
+
+def up_to(limit: int) -> Policy:
+    """Keep results of at most so many bytes: with `&`, nothing larger; for a DTensor, on the rank that holds most of it.
+
+    >>> matmuls & up_to(64 * 2**20)
+    save.matmuls & save.up_to(67108864)
+    """
+    return _UpTo(integer(limit, "save.up_to: limit", 0))
+
+
+def by(function: Callable[[Any, Sequence[Any], Made], Choice | str]) -> Policy:
+    """Keep what a function of the operator, its arguments and a `Made` says: 'save', 'recompute', 'must_save' or
+    'must_recompute'. It has to say the same on every rank and in every process.
+
+    >>> def products(op, args, made):
+    ...     return "must_save" if made.operator.startswith("aten.mm") else "recompute"
+    >>> by(products).choose(Made("aten.mm.default"))
+    <Choice.MUST_SAVE: 2>
+    """
+    if not callable(function):
+        raise RematError(f"{shown(function)} is no function of an operator, its arguments and a `sw.save.Made`")
+    return _By(function)
+
+
+def _told(function: Any) -> str:
+    """A function by its name and what it does, the same in every process."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    words = re.sub(r" at 0x\w+", "", f"{_code(code)}{getattr(function, '__defaults__', None)!r}{held!r}")
+    return f"{name} #{hashlib.blake2b(words.encode(), digest_size=4).hexdigest()}"
+
+
+def _code(code: CodeType | None) -> str:
+    if code is None:
+        return ""
+    constants = [_code(item) if isinstance(item, CodeType) else repr(item) for item in code.co_consts]
+    return f"{code.co_code.hex()}{code.co_names}{constants}"

@@ -1,0 +1,105 @@
+"""`remat`: a function whose intermediate results are computed a second time in the backward, but for those that a policy keeps.
+
+>>> import torch, shardwise as sw
+>>> x = torch.ones(3, requires_grad=True)
+>>> remat(lambda x: x.sin().cos(), x, save=sw.save.nothing).sum().backward()
+>>> x.grad
+tensor([-0.4029, -0.4029, -0.4029])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._torch.tracer import see_regions
+from ..base.argument_checks import a_function, a_module, a_text, shown
+from ..errors import RematError
+from .block import Block, kept_values
+from .policies import Policy, default
+from .record_replay import Watch
+from .traced import traced_remat
+
+__all__ = ["kept_values", "remat", "remat_module"]
+
+
+def remat(function: Callable[..., Any], *args: Any, save: Policy = default, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, of which the backward computes again what the policy `save` does not keep.
+
+    The second run draws the same random numbers, under the same autocast, and ends when it has what the backward needs. It has
+    to make the same values: otherwise the backward raises a RematError that says where it went another way.
+
+    >>> import shardwise as sw
+    >>> w = torch.ones(2, 2, requires_grad=True)
+    >>> remat(lambda x: (x @ w).relu(), torch.ones(2, 2), save=sw.save.matmuls | sw.save.collectives).sum().item()
+    8.0
+    """
+    a_function(function, "remat: function")
+    return _remat(_name(function), function, _policy(save), args, kwargs)
+
+
+def _policy(save: Any) -> Policy:
+    if not isinstance(save, Policy):
+        raise RematError(
+            f"save={shown(save)} is no policy: give one of `sw.save`, such as sw.save.matmuls, or sw.save.by(function)"
+        )
+    return save
+
+
+def _remat(name: str, function: Callable[..., Any], save: Policy, args: Any, kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return traced_remat(function, args, kwargs, save, name)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    see_regions(Watch)
+    return Block(function, name, save)(args, kwargs)
+
+
+def remat_module(model: nn.Module, select: str = "*", save: Policy = default) -> nn.Module:
+    """The model itself, whose submodules with such names compute again in the backward what the policy does not keep.
+
+    `*` stands for one part of a name: "blocks.*" is every block, and nothing inside one. A module that was selected before gets
+    the new policy.
+
+    >>> import shardwise as sw
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    >>> remat_module(model, "1", save=sw.save.matmuls)(torch.ones(1, 2)).shape
+    torch.Size([1, 2])
+    """
+    a_module(model, "remat_module: model")
+    a_text(select, "remat_module: select", "a text with the name of submodules, such as 'blocks.*'")
+    _policy(save)
+    found = {name: module for name, module in model.named_modules() if name and _fits(name, select)}
+    if not found:
+        names = [name for name, _ in model.named_modules() if name]
+        raise RematError(
+            f"no module of {type(model).__name__} is called select={select!r}; its modules are {', '.join(names[:20])}"
+        )
+    for name, module in found.items():
+        module.forward = _Rematted(name, type(module).forward, module, save)
+    return model
+
+
+def _fits(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+class _Rematted:
+    """The `forward` of a module under `remat`."""
+
+    def __init__(self, name: str, forward: Callable[..., Any], module: nn.Module, save: Policy) -> None:
+        self._name, self._forward, self._module, self._save = name, forward, module, save
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _remat(self._name, partial(self._forward, self._module), self._save, args, kwargs)
+
+
+def _name(function: Any) -> str:
+    name = getattr(function, "__qualname__", None)
+    return _name(function.func) if name is None and isinstance(function, partial) else name or type(function).__name__

@@ -1,0 +1,311 @@
+"""Indexing by tensors and masks: `x[i, :, j]` and `x[i, :, j] = y`. Each call has a sentence of its own: its dims come from
+the indices.
+
+Letters: `u` for dims that are not indexed, `s` for those that are, `j` for the dims of the indices, broadcast together. All may
+be cut; an `s` that is cut is read as a pending sum, and written to with a spare row for what falls to other ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch.tensors import NotTraced, tracing_context
+from ..errors import OperatorError
+from ..layouts.layout import Factor, Layout, cut, whole
+from ..layouts.mesh import Mesh
+from ..propagation.notation import Call, Kernel, Pattern, Proposal, Rule
+from ..propagation.table import rule
+from .shard_position import Piece, at_least_one, keep, padded
+
+aten = torch.ops.aten
+MASKS = (torch.bool, torch.uint8)
+
+
+def _letters(call: Call) -> tuple[list[str], list[str], list[str], list[int]]:
+    """The letters of the tensor, of the indices together, of what is read, and the dims that are indexed."""
+    indices = call["indices"]
+    ndim = call["self"].ndim
+    indexed = [dim for dim, index in enumerate(indices) if index is not None]
+    shape = torch.broadcast_shapes(*(indices[dim].shape for dim in indexed))
+    own = [f"s{dim}" if dim in indexed else f"u{dim}" for dim in range(ndim)]
+    together = [f"j{i}" for i in range(len(shape))]
+    rest = [letter for letter in own if letter.startswith("u")]
+    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    before = indexed[0] if adjacent else 0
+    return own, together, [*rest[:before], *together, *rest[before:]], indexed
+
+
+def _pattern(letters: Sequence[str]) -> Pattern:
+    return Pattern(tuple(letters), False, None, ())
+
+
+def _has_masks(call: Call) -> bool:
+    return any(index is not None and index.dtype in MASKS for index in call["indices"])
+
+
+# ── kernels ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Cuts:
+    """The indexed dims that are cut, and the numbers that kernels need of them."""
+
+    def __init__(self, layout: Layout, indexed: Sequence[int]) -> None:
+        self.pieces = {dim: Piece(layout, dim) for dim in indexed if layout.axes_of(dim)}
+        self.numbers = [number for piece in self.pieces.values() for number in piece.numbers]
+
+    def local(self, x: Tensor, indices: Sequence[Any], numbers: Sequence[Tensor], spare: bool) -> tuple[list[Any], Any]:
+        """The indices as positions on this rank, and which elements are all on it (None: all)."""
+        found, mine = list(indices), None
+        taken = 0
+        for dim, piece in self.pieces.items():
+            own = numbers[taken : taken + len(piece.numbers)]
+            taken += len(piece.numbers)
+            index = torch.where(indices[dim] < 0, indices[dim] + piece.size, indices[dim])
+            found[dim], here = piece.local(index, own, elsewhere=x.shape[dim] if spare else 0)
+            mine = here if mine is None else mine & here
+        return found, mine
+
+    def naming(self, error: Exception, indices: Sequence[Any]) -> Exception:
+        """An operator's error with the index that was given, where it is none of a cut dim."""
+        for dim, piece in self.pieces.items():
+            named = piece.naming(error, indices[dim], -piece.size)
+            if named is not error:
+                return named
+        return error
+
+
+def _read(indexed: Sequence[int], behind: int, call: Call, wants: Sequence[Layout]) -> Any:
+    """Read what this rank holds; the rest is zero. `behind`: how many dims of the result come after those of the indices."""
+    cuts, op = _Cuts(wants[0], indexed), call.op
+    if not cuts.pieces:
+        return None
+
+    def kernel(x: Tensor, indices: Sequence[Any], *numbers: Tensor) -> Tensor:
+        positions, mine = cuts.local(x, indices, numbers, spare=False)
+        for dim in cuts.pieces:
+            x = at_least_one(x, dim)
+        try:
+            found = op(x, positions)
+        except (IndexError, RuntimeError) as error:
+            raise cuts.naming(error, indices) from None
+        return keep(found, mine[(..., *[None] * behind)])
+
+    return kernel, *cuts.numbers
+
+
+def _write(indexed: Sequence[int], call: Call, wants: Sequence[Layout]) -> Any:
+    """Write what this rank holds, and the rest to a spare row."""
+    cuts, op, in_place = _Cuts(wants[0], indexed), call.op, call.written is not None
+    if not cuts.pieces:
+        return None
+
+    def kernel(x: Tensor, indices: Sequence[Any], values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        count = len(args) - len(cuts.numbers)
+        positions, _ = cuts.local(x, indices, args[count:], spare=True)
+        out = x
+        for dim in cuts.pieces:
+            out = padded(out, dim)
+        try:
+            out = op(out, positions, values, *args[:count], **kwargs)
+        except (IndexError, RuntimeError) as error:
+            raise cuts.naming(error, indices) from None
+        for dim in cuts.pieces:
+            out = out.narrow(dim, 0, x.shape[dim])
+        return x.copy_(out) if in_place else out.contiguous()
+
+    return kernel, *cuts.numbers
+
+
+# ── sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _index(call: Call) -> Rule | Proposal:
+    if _has_masks(call):
+        return Proposal((), (), program=_by_mask)
+    own, together, out, indexed = _letters(call)
+    inputs = (_pattern(own), *(_pattern(together) for _ in indexed))
+    behind = len(out) - out.index(together[-1]) - 1 if together else 0
+    return Rule(inputs, (_pattern(out),), linear=((0,),), passes="all", kernel=partial(_read, indexed, behind))
+
+
+def _index_put(call: Call) -> Rule | Proposal:
+    if _has_masks(call):
+        return Proposal((), (), program=_put_by_mask)
+    own, together, out, indexed = _letters(call)
+    inputs = (_pattern(own), *(_pattern(together) for _ in indexed), _pattern(out))
+    added = ((0, len(inputs) - 1),)
+    kernel = partial(_write, indexed)
+    if call["accumulate"]:
+        return Rule(inputs, (_pattern(own),), linear=added, kernel=kernel)
+    return Rule(inputs, (_pattern(own),), linear=added, kernel=kernel, whole=frozenset(together), lost=None)
+
+
+# ── masks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# Where only the first of a mask's dims is cut, what it selects is cut too, into as many elements as each rank finds: the ranks
+# tell each other how many these are, and no data moves.
+
+
+def _cut_alike(tools: Any, mesh: Mesh, mask: Any, *tensors: Any) -> tuple[Factor | None, list[Any]]:
+    """How the first dim is cut, and the tensors, whose first dims are those of the mask, with no other of these cut."""
+    if tracing_context() is not None:
+        raise NotTraced(
+            f"{tools.operator} in a compiled function: how many elements it selects depends on data; call it outside of "
+            "compiled functions, or keep the shape with torch.where or masked_fill"
+        )
+    several = [_on(tools, mesh, x) for x in (mask, *tensors)]
+    ndim, layouts = mask.ndim, [tools.layout(x).reduced() for x in several]
+    if not ndim:
+        return None, [tools.move(x, layout) for x, layout in zip(several, layouts, strict=True)]
+    cuts = [[axis for dim in range(ndim) for axis in layout.axes_of(dim)] for layout in layouts]
+    lead = max(range(len(cuts)), key=lambda i: (len(cuts[i]), i))
+    first = layouts[lead].dims[0]
+    if len(first) > 1 or set(first[0].axes) != set(cuts[lead]):
+        first = (cut(mask.shape[0], cuts[lead], mesh),)
+    front = [first, *((whole(n),) for n in mask.shape[1:])]
+    wants = [layout.replace(dims=[*front, *layout.without(cuts[lead]).dims[ndim:]]) for layout in layouts]
+    return (first[0] if cuts[lead] else None), [tools.move(x, want) for x, want in zip(several, wants, strict=True)]
+
+
+def _on(tools: Any, mesh: Mesh, x: Any) -> Any:
+    return x if tools.is_distributed(x) and tools.layout(x).mesh is mesh else tools.replicated(x, mesh, tools.operator)
+
+
+def _counted(tools: Any, mesh: Mesh, factor: Factor | None, count: Tensor) -> Factor:
+    """What the ranks select, one after the other, from the number of elements that each finds."""
+    if factor is None:
+        return whole(int(tools.plain(tools.wrap(count, Layout.of(mesh, [(whole(1),)], (), torch.int64)))))
+    shards = len(factor.sizes)
+    each = Layout.of(mesh, [(Factor(shards, factor.axes, (1,) * shards),)], (), torch.int64)
+    sizes = tools.plain(tools.wrap(count, each), tools.operator).tolist()
+    return Factor(sum(sizes), factor.axes, tuple(sizes))
+
+
+def _on_all(tools: Any, op: Any, mesh: Mesh, *tensors: Any) -> Any:
+    """The operator on whole tensors: in a traced program, which has no numbers that depend on data."""
+    several = [tools.replicated(x, mesh, tools.operator) for x in tensors]
+    return tools.wrap(tools.each(op, mesh, *several), tools.layout(several[0]).replace(stride=None))
+
+
+def _found(x: Tensor) -> Tensor:
+    return x.count_nonzero().view(1)
+
+
+def _nonzero(tools: Any, op: Any, x: Any) -> Any:
+    mesh = tools.mesh(x)
+    factor, (x,) = _cut_alike(tools, mesh, x)
+    start = tools.offset(tools.layout(x), 0) if factor else None
+    local = tools.each(_numbered, mesh, x, start)
+    found = _counted(tools, mesh, factor, tools.each(_found, mesh, x))
+    return tools.wrap(local, Layout.of(mesh, [(found,), (whole(x.ndim),)], (), torch.int64))
+
+
+def _numbered(x: Tensor, start: Tensor | None) -> Tensor:
+    found = torch.nonzero(x).contiguous()
+    if start is not None:
+        found[:, 0] += start
+    return found
+
+
+def _masked_select(tools: Any, op: Any, x: Any, mask: Any) -> Any:
+    if mask.dtype is not torch.bool:
+        raise OperatorError(f"masked_select takes a mask of torch.bool, got {mask.dtype}; compare it first, as in mask != 0")
+    shape = torch.broadcast_shapes(x.shape, mask.shape) or (1,)
+    return _select(tools, aten.index.Tensor, x.expand(shape), [mask.expand(shape)])
+
+
+def _select(tools: Any, op: Any, x: Any, indices: Sequence[Any]) -> Any:
+    mesh = tools.mesh(x, *indices)
+    factor, (mask, x) = _cut_alike(tools, mesh, indices[0], x)
+    found = _counted(tools, mesh, factor, tools.each(_found, mesh, mask))
+    local = tools.each(lambda x, mask: op(x, [mask]), mesh, x, mask)
+    return tools.wrap(local, Layout.of(mesh, [(found,), *tools.layout(x).dims[mask.ndim :]], (), x.dtype))
+
+
+def _masked_scatter(tools: Any, op: Any, x: Any, mask: Any, source: Any) -> Any:
+    shape, mesh = torch.broadcast_shapes(x.shape, mask.shape), tools.mesh(x, mask, source)
+    mask, x = mask.expand(shape), x.expand(shape)
+    if tracing_context() is not None:
+        return _on_all(tools, op, mesh, x, mask, source)
+    factor, (mask, x) = _cut_alike(tools, mesh, mask, x)
+    found = _counted(tools, mesh, factor, tools.each(_found, mesh, mask))
+    if source.numel() < found.size:
+        raise RuntimeError(f"masked_scatter: the mask selects {found.size} elements, but source has only {source.numel()}")
+    line = _on(tools, mesh, source.reshape(-1)[: found.size])
+    line = tools.move(line, tools.layout(line).replace(dims=[(found,)], partials=()), tools.operator)
+    return tools.wrap(tools.each(op, mesh, x, mask, line), tools.layout(x).replace(stride=None))
+
+
+def _masked_scatter_backward(tools: Any, op: Any, grad: Any, mask: Any, sizes: list[int]) -> Any:
+    found = aten.masked_select(grad, mask)
+    return aten.cat([found, found.new_zeros(math.prod(sizes) - found.shape[0])]).reshape(sizes)
+
+
+rule("nonzero", program=_nonzero)
+rule("masked_select", program=_masked_select)
+rule("masked_scatter", program=_masked_scatter)
+rule("masked_scatter_backward", program=_masked_scatter_backward)
+
+
+# ── masks among indices ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _numbers(x: Any, indices: Sequence[Any]) -> list[Any]:
+    """The indices with masks replaced by the numbers of their true elements."""
+    found: list[Any] = []
+    for index in indices:
+        if index is not None and index.dtype in MASKS:
+            masked = x.shape[len(found) : len(found) + index.ndim]
+            if index.shape != masked:
+                raise IndexError(f"a mask of shape {list(index.shape)} does not fit dims {list(masked)} of {list(x.shape)}")
+            found += aten.nonzero(index).unbind(1)
+        else:
+            found.append(index)
+    return found
+
+
+def _leads(x: Any, indices: Sequence[Any]) -> bool:
+    """Whether the first index is a mask, and the only one, and fits."""
+    mask = indices[0]
+    return mask is not None and not any(i is not None for i in indices[1:]) and mask.shape == x.shape[: mask.ndim]
+
+
+def _by_mask(tools: Any, op: Any, x: Any, indices: Sequence[Any]) -> Any:
+    return _select(tools, op, x, indices) if _leads(x, indices) else op(x, _numbers(x, indices))
+
+
+def _put_by_mask(
+    tools: Any, op: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *unsafe: bool
+) -> Any:
+    """One value for all elements of one mask is a `masked_fill`, which needs no number of elements."""
+    if not _leads(x, indices):
+        return op(x, _numbers(x, indices), values, accumulate, *unsafe)
+    mask, in_place = indices[0], op._schema.is_mutable
+    if values.numel() == 1 and not accumulate:
+        mask = mask.to(torch.bool)[(..., *[None] * (x.ndim - mask.ndim))]
+        return (aten.masked_fill_ if in_place else aten.masked_fill)(x, mask, values.reshape(()).to(x.dtype))
+    out = _put_found(tools, x, mask, values, lambda x, mask, values: aten.index_put(x, [mask], values, accumulate))
+    return x.copy_(out) if in_place else out
+
+
+def _put_found(tools: Any, x: Any, mask: Any, values: Any, put: Kernel) -> Any:
+    mesh = tools.mesh(x, mask, values)
+    if tracing_context() is not None:
+        return _on_all(tools, put, mesh, x, mask, values)
+    factor, (mask, x) = _cut_alike(tools, mesh, mask, x)
+    found, layout = _counted(tools, mesh, factor, tools.each(_found, mesh, mask)), tools.layout(x)
+    values = _on(tools, mesh, values.expand(found.size, *x.shape[mask.ndim :]))
+    goal = tools.layout(values).replace(dims=[(found,), *layout.dims[mask.ndim :]], partials=())
+    local = tools.each(put, mesh, x, mask, tools.move(values, goal, tools.operator))
+    return tools.wrap(local, layout.replace(stride=None))
+
+
+_MASKS = "sum max min product cut: of masks, of which nobody knows how much they select until it is counted"
+rule("index.Tensor _unsafe_index.Tensor", function=_index, unoffered=_MASKS)
+rule("index_put _unsafe_index_put _index_put_impl", function=_index_put, unoffered=_MASKS)

@@ -1,0 +1,99 @@
+"""Random DTensors: the numbers of the whole tensor, of which each rank makes its own shard; see `shardwise.random.keys`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from .._torch.tensors import NotTraced, tracing_context
+from ..comm.interception import watched
+from ..layouts.layout import Layout, Number, PerRank, whole
+from ..random.bits import Draw, recipe
+from ..random.keys import box, piece, sides, traced_key, traced_piece
+
+aten = torch.ops.aten
+UNIFORM, NORMAL = Draw("uniform", (0.0, 1.0)), Draw("normal", (0.0, 1.0))
+
+
+def draw(tools: Any, layout: Layout, how: Draw, generator: Generator | None = None) -> Any:
+    """Random numbers of the shape and dtype of a layout, cut like it, with nothing pending."""
+    layout = layout.reduced()
+    if layout.dtype.is_complex:
+        return _complex(tools, layout, how, generator)
+    recipe(how, layout.dtype)  # refuses numbers that are none of the distribution's, before any are drawn
+    facts = (layout.mesh, how, layout, PerRank(layout.local_shape))
+    if tracing_context() is not None:
+        key = traced_key(layout.mesh, generator)
+        return tools.wrap(tools.each(traced_piece, *facts, _traced_spans(tools, layout), key, layout.device), layout)
+    drawn = tools.key(layout.mesh, generator)
+    run = partial(tools.each, piece, *facts, box(layout), drawn, layout.device)
+    return tools.wrap(watched("shardwise.draw", (how, layout, drawn), None, run), layout)
+
+
+def _complex(tools: Any, layout: Layout, how: Draw, generator: Generator | None) -> Any:
+    """Real and imaginary part by turns; normal ones have the variance of one number together."""
+    if how.kind == "normal":
+        how = Draw("normal", (how.numbers[0], how.numbers[1] / math.sqrt(2)))
+    real = Layout.of(layout.mesh, [*layout.dims, [whole(2)]], (), layout.dtype.to_real())
+    return aten.view_as_complex(draw(tools, real, how, generator))
+
+
+def _traced_spans(tools: Any, layout: Layout) -> tuple[Any, ...]:
+    """The same as `spans`, with numbers of the rank as values of the program."""
+    starts, lengths, several = [], [], sides(layout)
+    for side in several:
+        sizes = side.factor.sizes
+        even = min(sizes) == max(sizes)  # also where sizes are symbols
+        first = partial(layout.shard, side.factor) if even else partial(_at, side.start, layout, side.factor)
+        start = tools.number(Number(first), layout.mesh)
+        starts.append(start * side.length(0) if even else start)
+        lengths.append(side.length(0) if even else PerRank(partial(_at, side.length, layout, side.factor)))
+    return tuple(starts), tuple(lengths), tuple(side.stride for side in several)
+
+
+def _at(fact: Callable[[int], int], layout: Layout, factor: Any, place: int) -> int:
+    return fact(layout.shard(factor, place))
+
+
+def seeded(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The operator on whole tensors, on every rank, from one seed."""
+    names = [argument.name for argument in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    mesh = tools.mesh(*given.values())
+    if tracing_context() is not None:
+        raise NotTraced(
+            f"{tools.operator} in a compiled function: it draws from one seed, which would be the same in every call; call it "
+            "outside of compiled functions"
+        )
+    seed = tools.key(mesh, given.pop("generator", None))[0]
+
+    def spread(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [spread(item) for item in value]
+        return tools.local(tools.replicated(value, mesh, tools.operator)) if isinstance(value, Tensor) else value
+
+    kernel = partial(_with_seed, op, tuple(given), "generator" in names, seed)
+    outs = tools.each(kernel, mesh, *map(spread, given.values()))
+    wrapped = [_replicated(tools, out, mesh) for out in (outs if isinstance(outs, tuple) else (outs,))]
+    return tuple(wrapped) if isinstance(outs, tuple) else wrapped[0]
+
+
+def _with_seed(op: Any, names: Sequence[str], takes_generator: bool, seed: int, *values: Any) -> Any:
+    given = dict(zip(names, values, strict=True))
+    device = next(value.device for value in values if isinstance(value, Tensor))
+    if takes_generator:
+        return op(**given, generator=Generator(device).manual_seed(seed))
+    with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
+        torch.manual_seed(seed)
+        return op(**given)
+
+
+def _replicated(tools: Any, local: Any, mesh: Any) -> Any:
+    if not isinstance(local, Tensor):
+        return local
+    return tools.wrap(local, Layout.of(mesh, [[whole(n)] for n in local.shape], (), local.dtype, local.stride()))

@@ -1,0 +1,80 @@
+"""`each_rank`: a function of what a rank holds, on every rank, differentiable wherever the ranks are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch.tensors import Function
+from ..base.argument_checks import a_function, refuse
+from ..comm import Bundle
+
+
+def each_rank(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function makes, on every rank, of what that rank holds: a tensor, or a tuple of tensors.
+
+    On processes it is `function(*args)`. In a simulated world it is called once for each place, with the pieces of every
+    `Bundle`, which may be of any shapes. All tensors that need gradients have to be arguments.
+
+    >>> x = Bundle([torch.ones(2), torch.ones(3)]).requires_grad_()
+    >>> each_rank(lambda x: x.sum() * 2, x).sum().pieces
+    (tensor(4.), tensor(6.))
+    """
+    a_function(function, "each_rank: function")
+    places = {len(x.pieces) for x in args if isinstance(x, Bundle)}
+    if not places or torch.compiler.is_compiling():
+        return function(*args)
+    alone: list[bool] = []
+    found = _Each.apply(_Places(function, min(places), alone), *args)
+    return found[0] if alone[0] else found
+
+
+class _Places:
+    """A function, how many places call it, and where it says whether it gives one tensor or several."""
+
+    def __init__(self, function: Callable[..., Any], count: int, alone: list[bool]) -> None:
+        self.function, self.count, self.alone = function, count, alone
+
+    def __call__(self, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        out = self.function(*args)
+        self.alone[:] = [isinstance(out, Tensor)]
+        several = (out,) if self.alone[0] else out
+        if not isinstance(several, tuple | list) or not all(isinstance(x, Tensor) for x in several):
+            refuse("each_rank: what the function gives", "a tensor, or a tuple of tensors", out)
+        return tuple(several)
+
+
+class _Each(Function):
+    @staticmethod
+    def forward(ctx: Any, run: _Places, *args: Any) -> tuple[Tensor, ...]:
+        ctx.needed = [isinstance(x, Tensor) and x.requires_grad for x in args]
+        ctx.inputs, ctx.results = [], []
+        for place in range(run.count):
+            given = [x.pieces[place] if isinstance(x, Bundle) else x for x in args]
+            leaves = [x.detach().requires_grad_() if need else x for x, need in zip(given, ctx.needed, strict=True)]
+            with torch.enable_grad():
+                ctx.results.append(run(tuple(leaves)))
+            ctx.inputs.append([x for x, need in zip(leaves, ctx.needed, strict=True) if need])
+        several = [Bundle(out[i].detach() for out in ctx.results) for i in range(len(ctx.results[0]))]
+        flows = [any(out[i].requires_grad for out in ctx.results) for i in range(len(several))]
+        ctx.mark_non_differentiable(*(x for x, flow in zip(several, flows, strict=True) if not flow))
+        ctx.set_materialize_grads(False)
+        return tuple(several)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        pieces = []
+        for place, (inputs, results) in enumerate(zip(ctx.inputs, ctx.results, strict=True)):
+            flows = [i for i, out in enumerate(results) if out.requires_grad and grads[i] is not None]
+            given = [grads[i].pieces[place] for i in flows]
+            found = (
+                torch.autograd.grad([results[i] for i in flows], inputs, given, allow_unused=True)
+                if flows
+                else [None] * len(inputs)
+            )
+            pieces.append([torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)])
+        bundles = iter([Bundle(several) for several in zip(*pieces, strict=True)])
+        return None, *(next(bundles) if need else None for need in ctx.needed)

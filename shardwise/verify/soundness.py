@@ -1,0 +1,230 @@
+"""Whether a rule is *sound*: everything it offers, on every mesh, gives what one device gives.
+
+Two ways: every candidate of a sentence is taken as it is, whatever would be cheapest; and the operator is called on many
+placements, so that what functions propose and programs do is checked with the moves around it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layouts.mesh import Mesh
+from ..layouts.placement import Partial, Placement, Replicate, Shard
+from ..propagation.decide import Candidate, State, along, offers
+from ..propagation.notation import Call, Rule
+from ..propagation.table import find
+from ..tensor.arguments import Arguments, bind
+from ..tensor.dispatch import Operator, carry_out
+from ..tensor.dtensor import DTensor
+from ..tensor.schema import signature
+from .calls import Sample, literal
+from .compare import difference
+from .spread import spread
+
+MESHES = tuple(
+    Mesh(tuple("ab"[: len(shape)]), shape, range(torch.Size(shape).numel()), "cpu", "simulated")
+    for shape in ((2,), (3,), (2, 2))
+)
+#: How many pairs of candidates on a mesh of two axes, and how many placements of all tensors, are tried of one sample.
+PAIRS, PLACEMENTS = 6, 8
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A sample with placements of its tensors on a mesh, and the candidate taken along each axis, if one is forced."""
+
+    sample: Sample
+    mesh: Mesh
+    placements: tuple[tuple[Placement, ...], ...]
+    choices: tuple[Candidate, ...] | None = None
+    turn: int = 0
+
+    def spread(self) -> list[DTensor]:
+        """The tensors, distributed."""
+        several = enumerate(zip(self.sample.tensors, self.placements, strict=True), self.turn)
+        return [spread(tensor, self.mesh, placement, turn) for turn, (tensor, placement) in several]
+
+    def run(self, tensors: Sequence[DTensor], rule: Rule) -> Any:
+        """The operator on DTensors."""
+        args, kwargs = self.sample.given(tensors)
+        if self.choices is None:
+            return self.sample.op(*args, **kwargs)
+        choices = dict(zip(self.mesh.axes, self.choices, strict=True))
+        return carry_out(DTensor, self.sample.op, tuple(args), kwargs, lambda call: along(rule, call, choices))
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{list(placement)}" for placement in self.placements)
+        return f"{self.sample.name} on {self.mesh} with {shown}" + (f" taking {self.choices}" if self.choices else "")
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """A trial that is not what one device gives, and how it differs."""
+
+    trial: Trial
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.trial}: {self.text}"
+
+    def program(self) -> str:
+        """A short program that shows it."""
+        trial, sample = self.trial, self.trial.sample
+        names = [f"x{number}" for number in range(len(sample.tensors))]
+        axes = ", ".join(f"{axis}={size}" for axis, size in trial.mesh.axis_sizes.items())
+        lines = ["import torch", "import shardwise as sw", "from math import inf, nan", "from shardwise import *", ""]
+        lines += [f"mesh = sw.init_mesh({axes})"]
+        for name, tensor, placement, x in zip(names, sample.tensors, trial.placements, trial.spread(), strict=True):
+            pieces = ", ".join(literal(piece) for piece in x._local.pieces)  # type: ignore[attr-defined]
+            shape = f"shape={tuple(tensor.shape)}, run_check=False"
+            lines += [f"{name} = {literal(tensor)}"]
+            lines += [f"d{name} = DTensor.from_local(sw.Bundle([{pieces}]), mesh, {list(placement)}, {shape})"]
+        lines += [f"print({sample.written(names)})  # one device"]
+        call = sample.written([f"d{name}" for name in names])
+        if trial.choices is None:
+            lines += [f"print({call})"]
+        else:
+            lines.insert(4, "from shardwise.propagation.decide import Candidate\nfrom shardwise.verify.soundness import taking")
+            target, _, rest = call.partition("(")
+            lines += [f"print(taking({list(trial.choices)}, {target}, {rest})"]
+        return "\n".join(lines)
+
+
+def taking(choices: Sequence[Candidate], op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator on DTensors in the way that the given candidates, one for each axis, say."""
+    row = find(op)
+
+    def chosen(call: Call) -> Any:
+        if row is None:
+            raise LookupError(f"{op} has no rule")
+        return along(row, call, dict(zip(call.tensors[0].mesh.axes, choices, strict=True)))
+
+    return carry_out(DTensor, op, args, kwargs, chosen)
+
+
+def bound_call(sample: Sample, tensors: Sequence[DTensor]) -> Call:
+    """The call of a sample as a rule reads it."""
+    args, kwargs = sample.given(tensors)
+    return bind(sample.op, signature(sample.op), Arguments(DTensor, Operator(sample.op), tuple(args), kwargs))
+
+
+def trials(sample: Sample, rule: Rule) -> Iterator[Trial]:
+    """Everything that is tried of a sample."""
+    candidates = _candidates(sample, rule)
+    for mesh in MESHES:
+        if mesh.ndim == 1:
+            for candidate in candidates:
+                for sizes in (None, (*(0,) * (mesh.size() - 1), -1)):
+                    placed = _placed((candidate,), sample, mesh, sizes)
+                    if placed is not None:
+                        yield Trial(sample, mesh, placed, (candidate,))
+        else:
+            pairs = list(itertools.product(candidates, repeat=2))
+            for pair in random.Random(0).sample(pairs, min(PAIRS, len(pairs))):
+                placed = _placed(pair, sample, mesh, None)
+                if placed is not None:
+                    yield Trial(sample, mesh, placed, pair)
+        for number, placements in enumerate(_placements(sample.tensors, mesh)):
+            yield Trial(sample, mesh, placements, None, number)
+
+
+def _candidates(sample: Sample, rule: Rule) -> list[Candidate]:
+    facts = signature(sample.op)
+    if facts.written or not sample.tensors or (not rule.inputs and rule.function is None):
+        return []
+    replicated = [spread(tensor, MESHES[0], [Replicate()]) for tensor in sample.tensors]
+    found = offers(rule, bound_call(sample, replicated))
+    return [c for c in found if all(_can(t, state) for t, state in zip(sample.tensors, c.wants, strict=True))]
+
+
+def kinds_of(tensor: Tensor) -> list[str]:
+    """The kinds of pending values that a tensor is tried with."""
+    if tensor.dtype is torch.bool:
+        return ["max", "min"]
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return ["sum", "max", "min"]
+    kinds = ["sum", "product"] if tensor.is_complex() else ["sum", "max", "min", "product"]
+    large = tensor.numel() and bool((tensor.isfinite() & (tensor.abs() > torch.finfo(tensor.dtype).max / 16)).any())
+    return kinds if large else ["avg", *kinds]
+
+
+def _can(tensor: Tensor, state: State) -> bool:
+    return not isinstance(state, str) or state in kinds_of(tensor)
+
+
+def _placed(choices: Sequence[Candidate], sample: Sample, mesh: Mesh, sizes: Any) -> tuple[tuple[Placement, ...], ...] | None:
+    """The placements that candidates want; explicit sizes (-1: all) for what is cut. None where there is nothing to cut so, or
+    a tensor cannot be pending in two ways."""
+    if sizes is not None and not any(isinstance(state, int) for choice in choices for state in choice.wants):
+        return None
+    placed = []
+    for number, tensor in enumerate(sample.tensors):
+        states = [choice.wants[number] for choice in choices]
+        if len({state for state in states if isinstance(state, str)}) > 1:
+            return None
+        placed.append(tuple(_placement(state, tensor, sizes) for state in states))
+    results = zip(*(choice.results for choice in choices), strict=True)
+    return None if any(len({s for s in states if isinstance(s, str)}) > 1 for states in results) else tuple(placed)
+
+
+def _placement(state: State, tensor: Tensor, sizes: Any) -> Placement:
+    if isinstance(state, int):
+        cut = None if sizes is None else tuple(tensor.shape[state] if n < 0 else n for n in sizes)
+        return Shard(state, sizes=cut)
+    return Replicate() if state is None else Partial(state)
+
+
+def _placements(tensors: Sequence[Tensor], mesh: Mesh) -> list[Any]:
+    """Placements of all tensors: a fixed choice among all there are."""
+    if not tensors:
+        return []
+    chance = random.Random(len(tensors))
+    every: list[list[Placement]] = []
+    for tensor in tensors:
+        cuts = [Shard(dim) for dim in range(tensor.ndim)]
+        if mesh.ndim == 1:
+            cuts += [Shard(dim, sizes=(tensor.shape[dim], *(0,) * (mesh.size() - 1))) for dim in range(tensor.ndim)]
+        every.append([Replicate(), *cuts, *map(Partial, kinds_of(tensor))])
+    if mesh.ndim == 1 and len(tensors) == 1:
+        return [((one,),) for one in every[0]]
+    picks = (tuple(_pick(options, mesh, chance) for options in every) for _ in range(PLACEMENTS))
+    return list(dict.fromkeys(picks))
+
+
+def _pick(options: list[Placement], mesh: Mesh, chance: random.Random) -> tuple[Placement, ...]:
+    first = chance.choice(options)
+    rest = [o for o in options if not (o.is_partial() and first.is_partial() and o != first)]
+    return (first, *(chance.choice(rest) for _ in range(mesh.ndim - 1)))
+
+
+def check(sample: Sample, rule: Rule) -> tuple[int, list[Counterexample]]:
+    """How many trials of a sample there were, and those that are not what one device gives."""
+    dense = [t.clone() for t in sample.tensors]
+    want = sample.run(dense)
+    writes = bool(signature(sample.op).written)
+    found, count = [], 0
+    for trial in trials(sample, rule):
+        count += 1
+        tensors = trial.spread()
+        try:
+            got = trial.run(tensors, rule)
+            text = difference(got, want)
+            if text is None and (writes or not all(_untouched(x) for x in tensors)):
+                text = difference(tensors, dense)
+        except Exception as error:
+            text = f"raises {type(error).__name__}: {error}"
+        if text is not None:
+            found.append(Counterexample(trial, text))
+    return count, found
+
+
+def _untouched(x: DTensor) -> bool:
+    """Whether the pieces, which were filled once, were not written to since."""
+    return all(piece._version <= 1 for piece in x._local.pieces)  # type: ignore[attr-defined]
