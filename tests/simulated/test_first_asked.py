@@ -1,8 +1,10 @@
-"""The README's table of pooling, medians and running extremes: which layouts they keep, and what they communicate."""
+"""The table of docs/guides/pooling.py (pooling, medians, running extremes): which layouts are kept, what is communicated."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,9 @@ from tests.laws import distributed, equal
 Case = tuple[Placement, Placement, dict[str, int]]
 MESH = sw.init_mesh(tp=2)
 GATHER, SWAP, REDUCE, ROWS = {"all_gather": 1}, {"all_to_all": 1}, {"all_reduce": 1}, {"p2p": 1}
+#: The rows of the table, each a list of its cells.
+GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "pooling.py").read_text()
+ROWS_OF_TABLE = [[cell.strip() for cell in row.split("|")] for row in re.findall(r"^# \| (`.*) \|$", GUIDE, re.MULTILINE)]
 ANY_PENDING: list[Case] = [(Partial(kind), Replicate(), REDUCE) for kind in ("sum", "avg", "max", "min")]
 
 
@@ -66,3 +71,20 @@ def test_running_extremes(name: str) -> None:
     x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
     for case in ((Shard(1), Shard(1), {}), (Shard(0), Shard(0), GATHER), *ANY_PENDING):
         check(lambda t: getattr(t, name)(0), x, case)
+
+
+def test_the_table_has_these_operators() -> None:
+    named = {name for operators, *_ in ROWS_OF_TABLE for name in re.findall(r"`(\w+)`", operators)}
+    assert named == {f"{kind}_pool{n}d" for kind in ("avg", "max") for n in (1, 2, 3)} | {
+        "median",
+        "nanmedian",
+        "cummax",
+        "cummin",
+    }
+
+
+def test_the_table_says_what_passes_and_what_is_communicated() -> None:
+    collectives = {"messages": ROWS, "all-to-all": SWAP, "all-gather": GATHER}
+    assert [passes.split(" (")[0] for *_, passes, _ in ROWS_OF_TABLE] == ["sum, avg", *["none: all-reduce"] * 4]
+    last = [collectives[cell.partition(": ")[2].split(" (")[0]] for *_, cell in ROWS_OF_TABLE]
+    assert last == [ROWS, ROWS, SWAP, GATHER, GATHER]
