@@ -5,8 +5,8 @@
     python tools/release_check.py --all --drop                every pair; each environment is removed after its checks
 
 The source archive is built, then the wheel from it. Each environment has the wheel with its `verify` extra, torch and what they
-need. The checks run in an empty folder, on the CPU. Environments stay in `.release/` and are used again, with the new wheel;
-`--fresh` installs them anew. Exits with 1 when one check fails; what it printed is in `.release/*.log`.
+need. The checks run on the CPU, in a folder outside the checkout. Environments stay in `.release/` and are used again, with the
+new wheel; `--fresh` installs them anew. Exits with 1 when one check fails; what it printed is in `.release/*.log`.
 """
 
 import argparse
@@ -33,6 +33,7 @@ _RANKS = ("python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "pro
 CHECKS = {
     "command": (("shardwise", "--help"), ("shardwise", "verify", "aten.mm.default", "--workers", "1")),
     "README": ((*_PROBE, "readme"),),
+    "guides": ((*_PROBE, "guides"),),
     "eager": ((*_PROBE, "eager"),),
     "processes": ((*_RANKS, "processes"),),
     "capture": ((*_PROBE, "capture"),),
@@ -162,9 +163,9 @@ def check(environment: Environment, wheel: Path, given: argparse.Namespace) -> l
 
 
 def attempt(name: str, environment: Environment, log: Path) -> str:
-    """Run the commands of a check in an empty folder. Output goes to the log, the end of a failure's also to the screen."""
+    """Run the commands of a check outside the checkout. Output goes to the log, the end of a failure's also to the screen."""
     with tempfile.TemporaryDirectory() as scratch:
-        shutil.copy(ROOT / "tools" / "release_probes.py", Path(scratch) / "probes.py")
+        lay_out(Path(scratch))
         try:
             for command, *arguments in CHECKS[name]:
                 output = run([str(environment.folder / "bin" / command), *arguments], Path(scratch))
@@ -176,6 +177,15 @@ def attempt(name: str, environment: Environment, log: Path) -> str:
             print(f"{environment.folder.name}, {name}: {str(error)[-2000:]}", flush=True)
             return "FAILED"
     return "passed"
+
+
+def lay_out(scratch: Path) -> None:
+    """Copy the probes, the guides and what compares their output, at the same places as in the checkout."""
+    shutil.copy(ROOT / "tools" / "release_probes.py", scratch / "probes.py")
+    shutil.copytree(ROOT / "docs" / "guides", scratch / "docs" / "guides")
+    shutil.copy(ROOT / "docs" / "tour.py", scratch / "docs")
+    (scratch / "tests" / "docs").mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "docs" / "scripts.py", scratch / "tests" / "docs")
 
 
 def run(command: list[str], folder: Path, limit: float = LIMIT) -> str:

@@ -3,11 +3,15 @@
     python release_probes.py capture
     torchrun --nproc-per-node 2 release_probes.py processes
 
-It is copied to a folder outside the checkout, so `import shardwise` can only be what was installed.
+It is copied to a folder outside the checkout, with the guides and what compares their output, so `import shardwise` can only
+be what was installed.
 """
 
+import contextlib
 import importlib.metadata
+import io
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -16,18 +20,32 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Shard
+from tests.docs.scripts import SCRIPTS, check_output, promised
 
 PACKAGE = "model.pt2"
 
 
 def readme():
-    """Every Python block of the README that the wheel carries as its description."""
+    """Every Python block of the README that the wheel carries as its description prints what stands below it."""
     text = importlib.metadata.metadata("shardwise").get_payload()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    blocks = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", text, re.S)
     assert blocks, "the wheel's description has no Python block"
-    for number, block in enumerate(blocks, 1):
-        print(f"README, block {number} of {len(blocks)}: {block.splitlines()[-1]}", flush=True)
-        exec(compile(block, f"README block {number}", "exec"), {})
+    for code, shown in blocks:
+        check_output(printed(lambda code=code: exec(compile(code, "README.md", "exec"), {})), shown, "README.md")
+
+
+def guides():
+    """The tour and every guide print what they show."""
+    for path in SCRIPTS:
+        print(path.name, flush=True)
+        check_output(printed(lambda path=path: runpy.run_path(str(path))), promised(path.read_text()), path.name)
+
+
+def printed(program):
+    """What a program prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        program()
+    return output.getvalue()
 
 
 def eager():
@@ -107,7 +125,7 @@ def training(model, x, transform):
     return torch.tensor([run(x).detach().item() for _ in range(3)])
 
 
-PROBES = {probe.__name__: probe for probe in (readme, eager, capture, compiled, processes, export, load)}
+PROBES = {probe.__name__: probe for probe in (readme, guides, eager, capture, compiled, processes, export, load)}
 
 if __name__ == "__main__":
     assert Path(sw.__file__).is_relative_to(sys.prefix), f"{sw.__file__} is not what was installed in {sys.prefix}"
