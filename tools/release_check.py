@@ -82,24 +82,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def build(scratch: Path) -> Path:
-    """The wheel, built as pip does it from the source archive, and shown to hold the package and nothing else."""
+    """The wheel, built as pip does it from the source archive; both hold what is tracked, the wheel only the package."""
     run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(scratch)], ROOT)
     (source,) = scratch.glob("*.tar.gz")
     run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(scratch), str(source)], scratch)
     (wheel,) = scratch.glob("*.whl")
-    tracked = set(run(["git", "ls-files", "shardwise"], ROOT).split())
+    tracked = {name for name in run(["git", "ls-files"], ROOT).splitlines() if not name.startswith(".ci/")}
     with tarfile.open(source) as archive:
-        _same("the source archive", {name.partition("/")[2] for name in archive.getnames()}, tracked, "shardwise/")
+        _same("the source archive", {name.partition("/")[2] for name in archive.getnames()} - {"PKG-INFO"}, tracked)
     with zipfile.ZipFile(wheel) as archive:
-        _same("the wheel", {name for name in archive.namelist() if ".dist-info/" not in name}, tracked, "")
+        package = {name for name in tracked if name.startswith("shardwise/")}
+        _same("the wheel", {name for name in archive.namelist() if ".dist-info/" not in name}, package)
     print("built", *(f"{file.name} ({file.stat().st_size // 1024} KiB)" for file in (source, wheel)), flush=True)
     return wheel
 
 
-def _same(what: str, names: set[str], tracked: set[str], start: str) -> None:
-    held = {name for name in names if name.startswith(start)}
-    if held != tracked:
-        raise SystemExit(f"{what} has {sorted(held - tracked)} too many and lacks {sorted(tracked - held)}")
+def _same(what: str, names: set[str], tracked: set[str]) -> None:
+    if names != tracked:
+        raise SystemExit(f"{what} has {sorted(names - tracked)} too many and lacks {sorted(tracked - names)}")
 
 
 # ── environments ──
@@ -180,12 +180,11 @@ def attempt(name: str, environment: Environment, log: Path) -> str:
 
 
 def lay_out(scratch: Path) -> None:
-    """Copy the probes, the guides and what compares their output, at the same places as in the checkout."""
+    """Copy the probes, the scripts of the documents and what compares their output, at the same places as in the checkout."""
+    for name in run(["git", "ls-files", "docs/*.py", "tests/docs/scripts.py"], ROOT).split():
+        (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, scratch / name)
     shutil.copy(ROOT / "tools" / "release_probes.py", scratch / "probes.py")
-    shutil.copytree(ROOT / "docs" / "guides", scratch / "docs" / "guides")
-    shutil.copy(ROOT / "docs" / "tour.py", scratch / "docs")
-    (scratch / "tests" / "docs").mkdir(parents=True)
-    shutil.copy(ROOT / "tests" / "docs" / "scripts.py", scratch / "tests" / "docs")
 
 
 def run(command: list[str], folder: Path, limit: float = LIMIT) -> str:
