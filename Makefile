@@ -3,7 +3,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: demo test test-slow lint verify coverage bench bench-moves bench-step gpu release-check clean
+.PHONY: demo test test-slow lint verify coverage bench bench-moves bench-step gpu docs release-check clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py
@@ -44,6 +44,11 @@ gpu:
 # Installs the wheel into clean environments with each torch (in .release, some 5 GB each where pip gives CUDA builds).
 release-check: $(READY)
 	$(BIN)/python tools/release_check.py $(RELEASE)
+
+# The variable silences a notice that mkdocs-material prints about its future, which is no warning about these pages.
+docs: $(READY)
+	$(BIN)/python docs/pictures.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf .venv .release dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,7 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 #: The tour and the guides: scripts whose comments are prose, and whose `# →` comments are what is printed.
-SCRIPTS = [ROOT / "docs" / "tour.py", *sorted((ROOT / "docs" / "guides").glob("*.py"))]
+SCRIPTS = [
+    ROOT / "docs" / "tour.py",
+    *(path for name in ("guides", "extending") for path in sorted((ROOT / "docs" / name).glob("*.py"))),
+]
 
 
 def promised(script: str) -> str:
