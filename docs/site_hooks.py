@@ -30,6 +30,8 @@ REFERENCE = {
     "Errors": "ShardwiseError ArgumentError MissingFileError MeshError LayoutError PlanError OperatorError CommunicationError "
     "RematError PipelineError CompileError MismatchError RankError WorldError",
 }
+#: Public names that are modules.
+MODULES = ("p2p", "save", "debug")
 
 
 # ── pages ──
@@ -78,9 +80,9 @@ _BLOCK = {
 }
 
 
-def public_names():
-    """What the package exports, in the order of its contents page."""
-    tree = ast.parse((ROOT / "shardwise" / "__init__.py").read_text())
+def public_names(folder=ROOT / "shardwise"):
+    """What a package exports, in the order of its contents page."""
+    tree = ast.parse((folder / "__init__.py").read_text())
     every = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__")
     return ast.literal_eval(every)
 
@@ -92,8 +94,36 @@ def reference_pages():
     if missing:
         raise ValueError(f"public names and docs/site_hooks.py REFERENCE differ in {', '.join(missing)}")
     for title, names in grouped.items():
-        entries = [f"::: shardwise.{'errors.' if name == 'RankError' else ''}{name}\n" for name in names]
+        entries = [entry for name in names for entry in _entries(name)]
         yield f"reference/{_slug(title)}.md", "\n".join([f"# {title}\n", *entries])
+
+
+def _entries(name):
+    """What mkdocstrings is asked to show of a public name."""
+    folder = ROOT / "shardwise" / name
+    if name in MODULES and folder.is_dir():
+        inside = [f"::: {_qualified(each, folder)}\n    options: {{heading_level: 3}}\n" for each in public_names(folder)]
+        return [f"::: shardwise.{name}\n    options: {{members: false}}\n", *inside]
+    if name == "RankError":
+        return ["::: shardwise.errors.RankError\n"]
+    return [f"::: {f'shardwise.{name}' if name in MODULES else _qualified(name)}\n"]
+
+
+def _qualified(name, folder=ROOT / "shardwise"):
+    """The module that defines what a package exports, since a folder or file of the same name would hide it; where it goes by
+    another name there, the name of the package."""
+    for node in ast.parse((folder / "__init__.py").read_text()).body:
+        for alias in node.names if isinstance(node, ast.ImportFrom) and node.module else ():
+            if (alias.asname or alias.name) == name:
+                source = folder.joinpath(*node.module.split("."))
+                return (
+                    _qualified(name, source) if source.is_dir() else _dotted(source if alias.asname is None else folder, name)
+                )
+    return _dotted(folder, name)
+
+
+def _dotted(path, name):
+    return ".".join([*path.relative_to(ROOT).parts, name])
 
 
 def _slug(title):
@@ -135,7 +165,8 @@ def on_page_markdown(markdown, page, config, files):
         to = _page_of(posixpath.normpath(posixpath.join(base, target)))
         return f"]({posixpath.relpath(to, posixpath.dirname(uri) or '.')}{'#' * bool(anchor)}{anchor})"
 
-    markdown = re.sub(r"\] \[", r"] \\[", markdown)  # two lists beside one another are no reference
+    if uri == "coverage.md":  # placements of two tensors, beside one another, are no link
+        markdown = re.sub(r"\] \[", r"] \\[", markdown)
     return re.sub(r"\]\(([^)\s]+)\)", link, markdown)
 
 

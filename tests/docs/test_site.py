@@ -102,6 +102,12 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     assert [path.name for path in site.rglob("*.html") if asked.search(path.read_text())] == []
 
 
+def test_only_three_public_names_are_modules(site: Path) -> None:
+    pages = [path.read_text() for path in (site / "reference").rglob("index.html")]
+    modules = [name for page in pages for name in re.findall(r'doc-module">\s*<h2 id="([\w.]+)"', page)]
+    assert sorted(modules) == ["shardwise.debug", "shardwise.p2p", "shardwise.save"]
+
+
 def test_the_search_index_has_every_part(site: Path) -> None:
     index = (site / "search" / "search_index.json").read_text()
     for page in (
