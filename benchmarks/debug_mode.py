@@ -1,9 +1,10 @@
-"""What debug mode costs: the time of a collective with it and without, on Gloo processes, and of opening a door without it.
+"""What debug mode costs: the time of a collective with it and without, on Gloo processes, and of opening a transport without
+it.
 
     python benchmarks/debug_mode.py [--ranks 4] [--against FOLDER]
 
 Rounds alternate between the two, and the best one counts; the time of a round is that of the slowest rank. With the folder of a
-checkout from before debug mode, doors without it are compared; exits with 1 when one costs more now than noise.
+checkout from before debug mode, transports without it are compared; exits with 1 when one costs more now than noise.
 """
 
 import argparse
@@ -21,10 +22,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import shardwise as sw
-from shardwise.comm import door
+from shardwise.comm import transport
 
 ROUNDS, CALLS = 10, 20
-#: The most that a door may cost without debug mode, over one that knows nothing of it.
+#: The most that a transport may cost without debug mode, over one that knows nothing of it.
 DOOR_TARGET = 1.1
 Call = Callable[[], object]
 
@@ -51,10 +52,10 @@ def measure(rank: int, ranks: int, port: int) -> None:
     mesh = sw.init_mesh(tp=ranks)
     small, large = torch.ones(256), torch.ones(1 << 18)
     calls: dict[str, Call] = {
-        "all_reduce, 1 KiB": lambda: door(mesh).all_reduce(small, "sum", mesh, ("tp",)),
-        "all_reduce, 1 MiB": lambda: door(mesh).all_reduce(large, "sum", mesh, ("tp",)),
-        "all_gather, 1 KiB": lambda: door(mesh).all_gather(small, mesh, ("tp",)),
-        "all_gather, 1 MiB": lambda: door(mesh).all_gather(large, mesh, ("tp",)),
+        "all_reduce, 1 KiB": lambda: transport(mesh).all_reduce(small, "sum", mesh, ("tp",)),
+        "all_reduce, 1 MiB": lambda: transport(mesh).all_reduce(large, "sum", mesh, ("tp",)),
+        "all_gather, 1 KiB": lambda: transport(mesh).all_gather(small, mesh, ("tp",)),
+        "all_gather, 1 MiB": lambda: transport(mesh).all_gather(large, mesh, ("tp",)),
     }
     if rank == 0:
         print(f"{'µs, ' + str(ranks) + ' Gloo ranks':24}{'off':>10}{'on':>10}{'more':>10}")
@@ -72,25 +73,26 @@ def measure(rank: int, ranks: int, port: int) -> None:
 
 DOOR = """
 import time, shardwise as sw
-from shardwise.comm import door
+from shardwise.comm import transport
 mesh = sw.init_mesh(tp=2)
 def look():
     start = time.perf_counter()
     for _ in range(300):
-        door(mesh)
+        transport(mesh)
     return (time.perf_counter() - start) / 300
 print(min(look() for _ in range(3000)))
 """
 
 
 def door_seconds(folder: str) -> float:
-    """What `door(mesh)` costs without debug mode in the checkout in a folder; many short rounds, as the machine is shared."""
+    """What `transport(mesh)` costs without debug mode in the checkout in a folder; many short rounds, as the machine is
+    shared."""
     environment = {**os.environ, "PYTHONPATH": folder}
     return float(subprocess.run([sys.executable, "-c", DOOR], env=environment, check=True, capture_output=True).stdout)
 
 
 def door_ratio(before: str) -> float:
-    """What a door costs, over what it costs in another checkout; in turns, the best of three."""
+    """What a transport costs, over what it costs in another checkout; in turns, the best of three."""
     pairs = [(door_seconds(here), door_seconds(before)) for here in [str(Path(__file__).parents[1])] * 3]
     now, then = (min(times) * 1e9 for times in zip(*pairs, strict=True))
     print(f"\ndoor(mesh) without debug mode: {now:.0f} ns, in {before}: {then:.0f} ns")
@@ -100,7 +102,7 @@ def door_ratio(before: str) -> float:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--ranks", type=int, default=4)
-    options.add_argument("--against", help="a checkout from before debug mode, to compare doors without it")
+    options.add_argument("--against", help="a checkout from before debug mode, to compare transports without it")
     told = options.parse_args()
     ranks = told.ranks
     with socket.socket() as free:

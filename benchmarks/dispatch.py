@@ -130,7 +130,8 @@ def cold_ms(side: Side, sizes: Sequence[int]) -> tuple[float, float]:
 
 
 def cold_linear_ms() -> float:
-    """Milliseconds of the first F.linear on (dp, cp, tp): batch and sequence of the input cut, and the output of the weight."""
+    """Milliseconds of the first F.linear on (dp, cp, tp): batch and sequence of the input shard, and the output of the
+    weight."""
     mesh = OURS.make_mesh(("dp", "cp", "tp"), (2, 2, 2))
     x = sw.distribute_tensor(torch.randn(4, 6, 8), mesh, {"dp": sw.Shard(0), "cp": sw.Shard(1)})
     w = sw.distribute_tensor(torch.randn(10, 8), mesh, {"tp": sw.Shard(0)})

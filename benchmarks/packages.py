@@ -45,7 +45,7 @@ def gpt(ranks: int):
 
 
 def experts(ranks: int):
-    """The example's layer of experts, and tokens that are cut like them."""
+    """The example's layer of experts, and tokens that are sharded like them."""
     mesh = sw.init_mesh(ep=ranks)
     return (
         mesh,

@@ -1,8 +1,8 @@
 """What planners of redistributions plan, and how fast: Shardwise's and the two of torch.distributed.tensor (the peer).
 
-A layout is written as the axes that cut each dim, major to minor; axes that cut nothing replicate. Nothing is moved: a plan is
-read as bytes that the worst rank receives, the largest local tensor between its steps, and collectives. Times are those of the
-planning thread on its processor, since nothing waits for anything.
+A layout is written as the axes that sharding each dim, major to minor; axes that sharding nothing replicate. Nothing is moved:
+a plan is read as bytes that the worst rank receives, the largest local tensor between its steps, and collectives. Times are
+those of the planning thread on its processor, since nothing waits for anything.
 """
 
 import logging
@@ -122,7 +122,7 @@ def peer_planner(name: str, shape: Sequence[int], sizes: Sequence[int], graph: b
 
 
 def _read_peer(steps: Any, have: DTensorSpec, sizes: Sequence[int]) -> Outcome:
-    """The bytes of collectives that do what the peer's steps say, each over one axis; every cut of it must be even."""
+    """The bytes of collectives that do what the peer's steps say, each over one axis; every sharding of it must be even."""
     now = list(have.placements)
     size = 4 * math.prod(have.shape)
     received = collectives = 0

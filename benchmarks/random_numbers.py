@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import shardwise as sw
 from shardwise import Shard
 from shardwise.random.bits import Draw, Spans, fill
-from shardwise.random.keys import fill_piece
+from shardwise.random.keys import fill_shard
 
 TARGET = 1.3
 Call = Callable[[], Any]
@@ -62,7 +62,7 @@ def differences(device: str) -> list[str]:
             for number, box in enumerate(BOXES):
                 out = torch.empty(box.lengths, dtype=dtype)
                 want = fill(out, draw, box, (-1234567890123456789, 987654321))
-                for how in (fill_piece, fill):
+                for how in (fill_shard, fill):
                     got = how(torch.empty_like(out, device=device), draw, box, (-1234567890123456789, 987654321))
                     if not torch.equal(got.cpu(), want):
                         count = int((got.cpu() != want).sum())

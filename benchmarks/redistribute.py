@@ -129,7 +129,7 @@ MOVES = (
     "P,P → R,R",  # reduce gradients over data and context
     "P,R → R,R",
     "P,P → S0,S0",
-    "P,S1 → S0,S1",  # shard the gradients of a weight that is cut already
+    "P,S1 → S0,S1",  # shard the gradients of a weight that is sharded already
     "S0,S0 → R,R",
     "S0,S1 → R,R",
     "S0,S1 → S1,S0",  # swap the axes
@@ -179,8 +179,8 @@ def libraries(ranks: int, flatten: bool) -> list[Library]:
     return [Library(peer_api, {n: peer_mesh(n, ranks, flatten) for n in (1, 2)}), Library(sw, ours)]
 
 
-def piece(dense: Tensor, end: Sequence[str], ranks: int) -> Tensor:
-    """What this rank holds of a tensor; where it is pending, the k-th rank holds k times the tensor."""
+def shard(dense: Tensor, end: Sequence[str], ranks: int) -> Tensor:
+    """What this rank holds of a tensor; where it is partial, the k-th rank holds k times the tensor."""
     sizes, rank = mesh_sizes(len(end), ranks), dist.get_rank()
     point = (rank,) if len(end) == 1 else divmod(rank, sizes[1])
     for placement, size, k in zip(end, sizes, point, strict=True):
@@ -195,7 +195,7 @@ def piece(dense: Tensor, end: Sequence[str], ranks: int) -> Tensor:
 
 
 def total(end: Sequence[str], ranks: int) -> int:
-    """How many times the tensor the pending pieces add up to."""
+    """How many times the tensor the partial shards add up to."""
     sizes = mesh_sizes(len(end), ranks)
     return math.prod(n * (n + 1) // 2 for placement, n in zip(end, sizes, strict=True) if placement == "P")
 
@@ -206,7 +206,7 @@ def mover(library: Library, move: Move, dense: Tensor, ranks: int) -> Callable[[
     mesh = library.meshes[len(have)]
     kinds = {"R": api.Replicate, "P": api.Partial, "S0": lambda: api.Shard(0), "S1": lambda: api.Shard(1)}
     before, after = ([kinds[name]() for name in end] for end in (have, want))
-    local = piece(dense, have, ranks)
+    local = shard(dense, have, ranks)
     x = api.DTensor.from_local(local, mesh, before, run_check=False, shape=dense.shape, stride=dense.stride())
 
     def call() -> Tensor:
@@ -276,7 +276,7 @@ class Result(NamedTuple):
 def measure(move: Move, sides: Sequence[Library], ranks: int, budget: float) -> Result:
     dense = (torch.arange(math.prod(move.shape), dtype=torch.int32) % 9973).float().view(move.shape)
     have, want = move.ends
-    expected = piece(dense * total(have, ranks), want, ranks)
+    expected = shard(dense * total(have, ranks), want, ranks)
     calls = [mover(side, move, dense, ranks) for side in sides]
     wrong = [trouble(call, expected) for call in calls]
     if any(wrong):

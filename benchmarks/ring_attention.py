@@ -1,10 +1,10 @@
-"""Ring attention beside what attention does by itself on sequences that are cut, on Gloo ranks.
+"""Ring attention beside what attention does by itself on sequences that are sharded, on Gloo ranks.
 
     python benchmarks/ring_attention.py                                4 ranks, sequences of 1,024 and 4,096
     python benchmarks/ring_attention.py --lengths 8192 --ranks 2
 
-By itself F.scaled_dot_product_attention cuts heads in place of the sequence if there are enough of them and that pays. Else it
-gathers keys and values; where it is causal queries as well, and computes everything on every rank.
+By itself F.scaled_dot_product_attention shardings heads in place of the sequence if there are enough of them and that pays.
+Else it gathers keys and values; where it is causal queries as well, and computes everything on every rank.
 
 A step is a forward and a backward, float32. Bytes are those that a rank receives. Memory is the highest sum of what a rank
 allocates in a step and has not freed yet, as torch's profiler sees its allocator, on the rank with most of it, without the

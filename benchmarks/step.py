@@ -9,7 +9,7 @@ A step is `loss_fn(tokens, targets)`, `loss.backward()`, `optimizer.step()`, `op
 `sw.compile` take the step whole; torch.compile breaks it at the backward, so its rows compile the first and the third by
 themselves. What compiles only with graph breaks, or not at all, is run so, and the error stands in the table.
 
-The plain step is what one rank computes: the same program on its pieces of the parameters, tokens and targets, so that the
+The plain step is what one rank computes: the same program on its shards of the parameters, tokens and targets, so that the
 operators have the shapes of the distributed run, without collectives. Where that run gathers the logits over `tp` before the
 loss, the plain step pads its own to the whole vocabulary: it writes as many values, and its backward takes the same slice.
 
@@ -141,18 +141,18 @@ class Program(NamedTuple):
 def distributed(options: argparse.Namespace, api: ModuleType, mesh: Any) -> Program:
     """Batch on dp, heads, hidden units and the vocabulary of the head on tp; logits gathered over tp."""
     rows = [api.Shard(0), api.Replicate()]
-    pieces = [api.distribute_tensor(t, mesh, rows) for t in data(options)]
-    return Program(distribute(GPT(options), api, mesh), pieces, lambda logits: logits.redistribute(mesh, rows))
+    shards = [api.distribute_tensor(t, mesh, rows) for t in data(options)]
+    return Program(distribute(GPT(options), api, mesh), shards, lambda logits: logits.redistribute(mesh, rows))
 
 
 def plain(options: argparse.Namespace, mesh: sw.Mesh) -> Program:
-    """What one rank computes: its own pieces as plain tensors."""
-    model, pieces, _ = distributed(options, sw, mesh)
+    """What one rank computes: its own shards as plain tensors."""
+    model, shards, _ = distributed(options, sw, mesh)
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(parameter.detach().to_local().clone()))
     missing = options.vocab - len(model.head.weight)
-    return Program(model, [t.to_local() for t in pieces], lambda x: F.pad(x, (0, missing)) if missing else x)
+    return Program(model, [t.to_local() for t in shards], lambda x: F.pad(x, (0, missing)) if missing else x)
 
 
 # ── steps ──

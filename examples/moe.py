@@ -50,7 +50,7 @@ def combine(tokens, weights, order, x, k):
 
 
 class MoE(nn.Module):
-    """A gate and experts; with a mesh, experts are cut along an axis of it, and so are tokens."""
+    """A gate and experts; with a mesh, experts are sharded along an axis of it, and so are tokens."""
 
     def __init__(self, dim, hidden, experts, k=2, mesh=None, axis="ep"):
         super().__init__()
@@ -84,8 +84,8 @@ class MoE(nn.Module):
 
     def _local(self, parameter):
         """A rank's own part; ranks with the same part have other tokens, so its gradient is their sum."""
-        pending = [Partial() if placement == Replicate() else placement for placement in parameter.placements]
-        return parameter.to_local(grad_placements=pending)
+        partials = [Partial() if placement == Replicate() else placement for placement in parameter.placements]
+        return parameter.to_local(grad_placements=partials)
 
 
 def main():

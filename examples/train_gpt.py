@@ -62,7 +62,7 @@ class GPT(nn.Module):
 
 
 def placements(name):
-    """Cut heads, hidden units and the vocabulary over `tp`; everything else is replicated."""
+    """Shard heads, hidden units and the vocabulary over `tp`; everything else is replicated."""
     *_, owner, leaf = name.split(".")
     if owner in ("query", "key", "value", "up", "embed"):
         return {"tp": Shard(0)}
@@ -81,7 +81,7 @@ def distribute(model, mesh):
 
 
 def batches():
-    """Random pieces of the Python standard library's sources, byte by byte."""
+    """Random shards of the Python standard library's sources, byte by byte."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
     draw = torch.Generator().manual_seed(0)

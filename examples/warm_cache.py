@@ -19,7 +19,7 @@ from shardwise import DTensor, Replicate, Shard
 
 
 def programs(mesh, rows):
-    """Functions of a DTensor, cut along dim 0, and a replicated weight, by name."""
+    """Functions of a DTensor, sharded along dim 0, and a replicated weight, by name."""
     placements = [Shard(0), *[Replicate()] * (mesh.ndim - 1)]
 
     def simple(x, w):
@@ -39,7 +39,7 @@ def programs(mesh, rows):
         return (whole.redistribute(placements=placements) * x).full_tensor().sum()
 
     def slicing(x, w):
-        return (x[1:-1] * w[1:-1]).exp().sum()  # pieces of another size on the first and the last rank
+        return (x[1:-1] * w[1:-1]).exp().sum()  # shards of another size on the first and the last rank
 
     def plain(x, w):
         y = DTensor.from_local(x.to_local() * 2, mesh, placements, shape=(rows, 4), run_check=False)
@@ -85,7 +85,7 @@ def on_one_device(name, x, w):
 
 
 def say(line):
-    """Print a line in one piece, though other ranks print too."""
+    """Print a line in one shard, though other ranks print too."""
     print(f"{line}\n", end="", flush=True)
 
 

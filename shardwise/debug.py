@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .base.argument_checks import flag, instance
-from .comm import Log, door, trace_comm
+from .comm import Log, trace_comm, transport
 from .errors import OperatorError
 from .layouts.layout import Layout
 from .tensor.dtensor import DTensor
@@ -90,7 +90,7 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
     layout: Layout = dtensor._layout
     if not 1 <= layout.ndim <= 2:
         raise OperatorError(f"visualize_sharding draws tensors of one or two dims, got {layout}; take a slice of it")
-    if dtensor.numel() and door(layout.mesh).place(layout.mesh) == 0:
+    if dtensor.numel() and transport(layout.mesh).place(layout.mesh) == 0:
         print("\n".join([*([header] if header else []), *_picture(layout)]))
 
 

@@ -58,7 +58,7 @@ POLICIES = {
 
 
 def model_and_input(mesh: Mesh | None = None, batch: int = 4, length: int = 5) -> tuple[Block, Any]:
-    """A block with heads and hidden units cut over `tp`, and an input with its batch cut over `dp`."""
+    """A block with heads and hidden units shard over `tp`, and an input with its batch shard over `dp`."""
     torch.manual_seed(0)
     block, x = Block(), torch.randn(batch, length, WIDTH)
     if mesh is None:

@@ -35,11 +35,11 @@ def same(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(whole, want, atol=1e-5, rtol=1e-5)
 
 
-def local_of(mesh: Mesh, pieces: list[Tensor]) -> Tensor:
-    """This rank's piece; in a simulated world the bundle of all."""
+def local_of(mesh: Mesh, shards: list[Tensor]) -> Tensor:
+    """This rank's shard; in a simulated world the bundle of all."""
     if mesh.world == "simulated":
-        return sw.Bundle(pieces)
-    return pieces[mesh.place(torch.distributed.get_rank())]
+        return sw.Bundle(shards)
+    return shards[mesh.place(torch.distributed.get_rank())]
 
 
 @case(2)
@@ -62,7 +62,7 @@ def cumsum_over_a_cut_dim() -> None:
 def item_of_a_sum() -> None:
     x = sw.distribute_tensor(torch.arange(12.0), sw.init_mesh(dp=2), [Shard(0)])
     assert x.sum().item() == 66.0 and float(x.mean()) == 5.5 and bool(x.sum() > 65) and x.numpy()[11] == 11.0
-    assert "66." in str(x.sum().redistribute())  # of a pending sum each rank prints what it holds
+    assert "66." in str(x.sum().redistribute())  # of a partial sum each rank prints what it holds
 
 
 @case(2)
@@ -190,7 +190,7 @@ def replicated_is_replicated() -> None:
     assert sw.zeros(4, mesh=sw.init_mesh(dp=2)).placements == (Replicate(),)
 
 
-# ── operators whose kernels must know where a rank's piece lies ──
+# ── operators whose kernels must know where a rank's shard lies ──
 
 
 def gradients(function: Callable[..., Tensor], tensors: list[Tensor], mesh: Mesh, placements: list[object]) -> None:
@@ -333,7 +333,7 @@ def a_local_tensor_is_written_through_its_dtensor() -> None:
     x[0] = 5.0
     same(x, torch.tensor([5.0, 0, 0, 0, 0, 0, 0, 0]))
     x.fill_(3.0)
-    assert local.tolist() == [3.0, 3.0], "the tensor that was given is the piece of its rank (simulated: of the first)"
+    assert local.tolist() == [3.0, 3.0], "the tensor that was given is the shard of its rank (simulated: of the first)"
 
 
 @case(4)

@@ -25,7 +25,7 @@ def loss(x: Tensor, first: Tensor, scale: Tensor, shift: Tensor, last: Tensor) -
 
 
 def small_net(mesh: Mesh, rows: int, function: Callable[..., Any] = loss) -> None:
-    """Compare the network on planes of which `rows` are cut with the same on one device."""
+    """Compare the network on planes of which `rows` are sharded with the same on one device."""
     generator = torch.Generator().manual_seed(rows)
     shapes = [(2, 3, rows, 6), (4, 3, 3, 3), (4,), (4,), (5, 4, 3, 3)]
     tensors = [torch.randn(shape, generator=generator) for shape in shapes]

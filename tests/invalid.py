@@ -137,8 +137,8 @@ def check(name: str, mesh: Mesh, samples: int, placements: int) -> Iterator[Find
             for places in combinations(case.tensors, mesh, placements, number):
                 pairs = enumerate(zip(case.tensors, places, strict=True), number)
                 got = _outcome(case, [spread(t, mesh, p, turn) for turn, (t, p) in pairs])
-                pending = any(isinstance(placement, Partial) for several in places for placement in several)
-                vague = chance or name in UNSORTED or (pending and not _finite(want))
+                partials = any(isinstance(placement, Partial) for several in places for placement in several)
+                vague = chance or name in UNSORTED or (partials and not _finite(want))
                 kind, text = _compared(got, want, vague)
                 if _known(name, kind, text, case):
                     kind = "right"

@@ -1,7 +1,7 @@
 """The law of the house, as functions for tests: an operator on DTensors gives what it gives on one device.
 
 A `Sample` is a function of tensors and the tensors to call it with. `check(sample, mesh, placements)` distributes the tensors
-(pending values are split as `shardwise.verify` splits them), calls the function on both and compares values, shapes and dtypes.
+(partial values are split as `shardwise.verify` splits them), calls the function on both and compares values, shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard
-from shardwise.verify.spread import pieces_of
+from shardwise.verify.spread import local_shards
 from shardwise.verify.spread import spread as distributed
 
-__all__ = ["MESHES", "Sample", "check", "distributed", "equal", "every_placement", "pieces_of", "placements_of", "sample"]
+__all__ = ["MESHES", "Sample", "check", "distributed", "equal", "every_placement", "local_shards", "placements_of", "sample"]
 
 
 @dataclass(frozen=True)
 class Sample:
     """A call: `function(*tensors)`. `mutates` names positions of arguments that the function writes to. `partial` is False
-    where pending inputs make no sense (indices, masks)."""
+    where partial inputs make no sense (indices, masks)."""
 
     function: Callable[..., Any]
     tensors: tuple[Tensor, ...]
@@ -97,14 +97,14 @@ def equal(got: Any, want: Any, about: str, sample: Sample | None = None) -> None
         assert got.shape == want.shape and got.dtype == want.dtype, f"{about}: got {got!r}, want {want.shape} {want.dtype}"
         whole = got.detach().redistribute(placements=got.layout.replicated()).to_local()
         for place in range(len(got.mesh.ranks)):
-            held = tuple(got.to_local().pieces[place].shape)
+            held = tuple(got.to_local().shards[place].shape)
             assert held == got.layout.local_shape(place), f"{about}: {got!r} holds {held} at place {place}"
-        pieces: Sequence[Tensor] = whole.pieces
+        shards: Sequence[Tensor] = whole.shards
     else:
-        pieces = [got]
-    for piece in pieces:
+        shards = [got]
+    for shard in shards:
         torch.testing.assert_close(
-            piece, want, atol=atol, rtol=rtol, equal_nan=True, msg=lambda text: f"{about} → {got!r}\n{text}"
+            shard, want, atol=atol, rtol=rtol, equal_nan=True, msg=lambda text: f"{about} → {got!r}\n{text}"
         )
 
 

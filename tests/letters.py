@@ -24,7 +24,7 @@ class Letter:
     """One send of every place with its receive: `goals[i]` is where place i sends, -1: nowhere; and how both are said."""
 
     goals: tuple[int, ...]
-    pieces: tuple[Tensor, ...]
+    shards: tuple[Tensor, ...]
     shapes: Any
     dtype: torch.dtype
     to: dict[str, Any]
@@ -33,7 +33,7 @@ class Letter:
     def arrives(self, place: int) -> Tensor:
         """What a place receives."""
         if place in self.goals:
-            return self.pieces[self.goals.index(place)]
+            return self.shards[self.goals.index(place)]
         shape = self.shapes[place] if isinstance(self.shapes, list) else self.shapes
         return torch.zeros(shape, dtype=self.dtype)
 
@@ -60,8 +60,8 @@ def _letter(chance: random.Random, mesh: Mesh) -> Letter:
     else:
         shapes, coming = [shape] * count, shape
     make = torch.Generator().manual_seed(chance.randrange(2**31))
-    pieces = tuple((torch.randn(each, generator=make) * 8).to(dtype) for each in shapes)
-    return Letter(goals, pieces, coming, dtype, to, source)
+    shards = tuple((torch.randn(each, generator=make) * 8).to(dtype) for each in shapes)
+    return Letter(goals, shards, coming, dtype, to, source)
 
 
 def _along(mesh: Mesh, axis: str, other: Callable[[int], int]) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ def _by_rank(chance: random.Random, mesh: Mesh) -> Any:
 
 def run(letters: list[Letter], mesh: Mesh, local: Callable[[tuple[Tensor, ...]], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """What is received, and the gradients of what is sent for gradients that count the places."""
-    sent = [local(letter.pieces).requires_grad_(letter.dtype.is_floating_point) for letter in letters]
+    sent = [local(letter.shards).requires_grad_(letter.dtype.is_floating_point) for letter in letters]
     pairs = [letter.operations(x, mesh) for letter, x in zip(letters, sent, strict=True)]
     out = p2p.batch([send for send, _ in pairs] + [receive for _, receive in pairs])
     flows = [i for i, letter in enumerate(letters) if letter.dtype.is_floating_point]
@@ -120,7 +120,7 @@ def weight(letter: Letter, place: int) -> Tensor:
 
 def gradient(letter: Letter, place: int) -> Tensor:
     """The gradient of what a place sends."""
-    return torch.full_like(letter.pieces[place], letter.goals[place] + 1)
+    return torch.full_like(letter.shards[place], letter.goals[place] + 1)
 
 
 def spoil(seed: int, letters: list[Letter], mesh: Mesh) -> list[Any]:
@@ -130,7 +130,7 @@ def spoil(seed: int, letters: list[Letter], mesh: Mesh) -> list[Any]:
     index = chance.randrange(len(letters))
     letter = letters[index]
     kind = chance.choice(["no receive", "no send", "dtype", "peer", "twice"])
-    operations = [list(each.operations(torch.zeros(each.pieces[0].shape, dtype=each.dtype), mesh)) for each in letters]
+    operations = [list(each.operations(torch.zeros(each.shards[0].shape, dtype=each.dtype), mesh)) for each in letters]
     if kind == "no receive":
         del operations[index][1]
     elif kind == "no send":

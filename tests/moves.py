@@ -46,7 +46,7 @@ _REDUCE = {
 def layouts(
     shape: Sequence[int], mesh: Mesh, kinds: Iterable[str] = ("sum",), odd: bool = True, dtype: torch.dtype = torch.float32
 ) -> list[Layout]:
-    """Every layout: each axis cuts a dim, is pending or replicates, in every order of the axes on a dim; with `odd`, also
+    """Every layout: each axis shards a dim, is partial or replicates, in every order of the axes on a dim; with `odd`, also
     into explicit sizes and as factors of a dim.
 
     >>> mesh = Mesh(("a",), (2,), range(2), "cpu", "simulated")
@@ -55,18 +55,18 @@ def layouts(
     """
     found: dict[Layout, None] = {}
     for states in product((None, *range(len(shape)), *kinds), repeat=mesh.ndim):
-        pending = [(axis, state) for axis, state in zip(mesh.axes, states, strict=True) if isinstance(state, str)]
-        mixed = {kind for _, kind in pending}
+        partials = [(axis, state) for axis, state in zip(mesh.axes, states, strict=True) if isinstance(state, str)]
+        mixed = {kind for _, kind in partials}
         if len(mixed) > 1 and not mixed <= {"sum", "avg"}:
             continue
         cuts = [[axis for axis, state in zip(mesh.axes, states, strict=True) if state == dim] for dim in range(len(shape))]
         for dims in product(*(list(_cuts(size, axes, mesh, odd)) for size, axes in zip(shape, cuts, strict=True))):
-            found[Layout.of(mesh, dims, pending, dtype)] = None
+            found[Layout.of(mesh, dims, partials, dtype)] = None
     return list(found)
 
 
 def _cuts(size: int, axes: Sequence[str], mesh: Mesh, odd: bool) -> Iterator[Dim]:
-    """The ways in which all of `axes` cut a dim."""
+    """The ways in which all of `axes` shard a dim."""
     for order in permutations(axes):
         yield (cut(size, order, mesh),)
         if not odd or not order:
@@ -123,46 +123,46 @@ def values(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def spread(layout: Layout) -> Bundle:
-    """The local value of a layout, with summands that differ from rank to rank where a reduction is pending."""
+    """The local value of a layout, with summands that differ from rank to rank where a reduction is partial."""
     mesh = layout.mesh
-    pieces = []
-    for place, piece in enumerate(exact(layout.reduced())):
+    shards = []
+    for place, shard in enumerate(exact(layout.reduced())):
         point = dict(zip(mesh.axes, mesh.coordinates[place], strict=True))
         for axis, kind in layout.partials:
-            piece = _summand(piece, kind, point[axis], mesh.axis_sizes[axis])
-        pieces.append(piece.clone())
-    return Bundle(pieces)
+            shard = _summand(shard, kind, point[axis], mesh.axis_sizes[axis])
+        shards.append(shard.clone())
+    return Bundle(shards)
 
 
 @lru_cache(maxsize=4096)
 def exact(layout: Layout) -> list[Tensor]:
-    """What each place holds if nothing is pending: from index sets alone."""
+    """What each place holds if nothing is partial: from index sets alone."""
     found = []
     for place in range(len(layout.mesh.ranks)):
-        piece = values(tuple(layout.shape), layout.dtype)
+        shard = values(tuple(layout.shape), layout.dtype)
         for dim in range(layout.ndim):
             index = [i for low, high in layout.runs(dim, place) for i in range(low, high)]
-            piece = piece.index_select(dim, torch.tensor(index, dtype=torch.long))
-        found.append(piece)
+            shard = shard.index_select(dim, torch.tensor(index, dtype=torch.long))
+        found.append(shard)
     return found
 
 
-def _summand(piece: Tensor, kind: str, index: int, ranks: int) -> Tensor:
-    last, is_bool = index == ranks - 1, piece.dtype is torch.bool
+def _summand(shard: Tensor, kind: str, index: int, ranks: int) -> Tensor:
+    last, is_bool = index == ranks - 1, shard.dtype is torch.bool
     if kind in ("sum", "avg") and not is_bool:
         times = ranks if kind == "avg" else 1
-        return piece * times + 36 * (ranks - 1) if last else torch.full_like(piece, -36)
+        return shard * times + 36 * (ranks - 1) if last else torch.full_like(shard, -36)
     if kind == "product" and not is_bool:
-        factor = 2 if piece.is_floating_point() else -1
-        return piece * factor ** (ranks - 1) if last else torch.full_like(piece, 1 / factor)
+        factor = 2 if shard.is_floating_point() else -1
+        return shard * factor ** (ranks - 1) if last else torch.full_like(shard, 1 / factor)
     if kind == "bxor":
-        ones = torch.ones_like(piece)
-        return ones if not last else piece if ranks % 2 else piece ^ ones
+        ones = torch.ones_like(shard)
+        return ones if not last else shard if ranks % 2 else shard ^ ones
     if last:
-        return piece
+        return shard
     if is_bool or kind in BITS:
-        return piece | torch.ones_like(piece) if kind in ("min", "product", "band") else piece & torch.zeros_like(piece)
-    return piece - 36 if kind == "max" else piece + 36
+        return shard | torch.ones_like(shard) if kind in ("min", "product", "band") else shard & torch.zeros_like(shard)
+    return shard - 36 if kind == "max" else shard + 36
 
 
 # ── the law ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -170,10 +170,10 @@ def _summand(piece: Tensor, kind: str, index: int, ranks: int) -> Tensor:
 
 def check(local: Bundle, layout: Layout, about: object) -> None:
     """Assert that a local value is that of a layout: exactly, on every rank, in contiguous memory."""
-    every = zip(local.pieces, reduced(local.pieces, layout), exact(layout.reduced()), strict=True)
-    for place, (held, piece, want) in enumerate(every):
+    every = zip(local.shards, reduced(local.shards, layout), exact(layout.reduced()), strict=True)
+    for place, (held, shard, want) in enumerate(every):
         check_piece(held, layout, place, about)
-        assert torch.equal(piece, want), f"{about}: place {place} holds {piece}, not {want}"
+        assert torch.equal(shard, want), f"{about}: place {place} holds {shard}, not {want}"
 
 
 def check_piece(held: Tensor, layout: Layout, place: int, about: object) -> None:
@@ -185,23 +185,23 @@ def check_piece(held: Tensor, layout: Layout, place: int, about: object) -> None
     )
 
 
-def reduced(pieces: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    """What each place's group makes of its pending pieces."""
+def reduced(shards: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+    """What each place's group makes of its partial shards."""
     if not layout.partials:
-        return list(pieces)
+        return list(shards)
     axes = layout.mesh.sorted_axes(axis for axis, _ in layout.partials)
     scale = math.prod(layout.mesh.axis_sizes[axis] for axis, kind in layout.partials if kind == "avg")
-    groups = [layout.mesh.peers(place, axes) for place in range(len(pieces))]
-    found = [reduce(_REDUCE[layout.partials[0][1]], [pieces[peer] for peer in group]) for group in groups]
+    groups = [layout.mesh.peers(place, axes) for place in range(len(shards))]
+    found = [reduce(_REDUCE[layout.partials[0][1]], [shards[peer] for peer in group]) for group in groups]
     if scale == 1:
         return found
-    return [piece / scale if piece.is_floating_point() else piece // scale for piece in found]
+    return [shard / scale if shard.is_floating_point() else shard // scale for shard in found]
 
 
-def agree(pieces: Sequence[Tensor], layout: Layout, about: object) -> None:
+def agree(shards: Sequence[Tensor], layout: Layout, about: object) -> None:
     """Assert that places that hold the same indices hold the same bits of float32."""
     seen: dict[object, Tensor] = {}
-    for place, piece in enumerate(pieces):
+    for place, shard in enumerate(shards):
         held = tuple(tuple(layout.runs(dim, place)) for dim in range(layout.ndim))
-        first = seen.setdefault(held, piece)
-        assert torch.equal(first.view(torch.int32), piece.view(torch.int32)), f"{about}: place {place} holds other bits"
+        first = seen.setdefault(held, shard)
+        assert torch.equal(first.view(torch.int32), shard.view(torch.int32)), f"{about}: place {place} holds other bits"

@@ -33,18 +33,18 @@ LARGEST, KEPT = 2000, 2
 
 
 def distributed(x: Tensor, dim: int | None) -> Any:
-    """A DTensor cut along a dim, if it has it."""
+    """A DTensor sharded along a dim, if it has it."""
     return spread(x, MESH, [Replicate() if dim is None or not x.ndim else Shard(dim % x.ndim)])
 
 
 #: How written tensors are given, by their number.
 KINDS: dict[str, Callable[[Tensor, int], Any]] = {
     "cut": lambda x, i: distributed(x, 0),
-    "cut last": lambda x, i: distributed(x, -1),
+    "shard last": lambda x, i: distributed(x, -1),
     "replicated": lambda x, i: distributed(x, None),
     "plain": lambda x, i: x.clone(),
-    "cut and plain": lambda x, i: distributed(x, 0) if i % 2 == 0 else x.clone(),
-    "plain and cut": lambda x, i: distributed(x, 0) if i % 2 else x.clone(),
+    "shard and plain": lambda x, i: distributed(x, 0) if i % 2 == 0 else x.clone(),
+    "plain and shard": lambda x, i: distributed(x, 0) if i % 2 else x.clone(),
 }
 
 
@@ -124,7 +124,7 @@ def runs(call: Call) -> bool:
 
 
 def compared(call: Call, read: int | None, kind: str) -> str | None:
-    """How a call, its other arguments cut along dim `read`, differs from one device; None where it does not."""
+    """How a call, its other arguments sharded along dim `read`, differs from one device; None where it does not."""
     facts = signature(call.op)
     want = _run(call, lambda x, i: x.clone(), lambda x: x.clone())
     got = _run(call, KINDS[kind], lambda x: distributed(x, read))

@@ -536,7 +536,7 @@ def rebuilt(size: Any, known_sizes: Iterable[Any]) -> Any:
 
 
 def is_decomposing() -> bool:
-    """Whether what is traced is for a compiler that wants operators in small pieces, to fuse them: `gelu_backward`, say."""
+    """Whether what is traced is for a compiler that wants operators in small shards, to fuse them: `gelu_backward`, say."""
     module = importlib.import_module("torch.fx.experimental.proxy_tensor")
     holder, name = (module.get_proxy_mode(), "decomposition_table") if HAS_KEYS else (module, "CURRENT_DECOMPOSITION_TABLE")
     return torch.ops.aten.gelu_backward.default in getattr(holder, name, ())

@@ -206,12 +206,12 @@ def _trace_optimizer(found: Any, methods: dict[str, Callable[..., Any]]) -> None
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         """While torch sets up the optimizer's state, parameters stand for their own gradients, of the same shapes."""
-        pending = list(_pending_gradients(self.value, tx)) if name == "_init_group" and _kind(tx) else []
-        if any(gradient is None for _, gradient in pending):
+        partials = list(_pending_gradients(self.value, tx)) if name == "_init_group" and _kind(tx) else []
+        if any(gradient is None for _, gradient in partials):
             refuse(self, tx)  # torch would look at the gradient that the parameter had before
-        before = [(p, p.grad) for p, _ in pending]
+        before = [(p, p.grad) for p, _ in partials]
         try:
-            for p, gradient in pending:
+            for p, gradient in partials:
                 p.grad = p.detach()
                 made[id(p.grad)] = gradient
             return call(self, tx, name, args, kwargs)
@@ -223,12 +223,12 @@ def _trace_optimizer(found: Any, methods: dict[str, Callable[..., Any]]) -> None
     def wrap_tensor(self: Any, tx: Any, value: Any) -> Any:
         return made[id(value)] if id(value) in made else wrap(self, tx, value)
 
-    def check_pending(self: Any, tx: Any) -> None:
+    def check_partial(self: Any, tx: Any) -> None:
         if not made:
             refuse(self, tx)
 
     found.var_getattr, found.call_method, found.wrap_tensor = get_attribute, call_method, wrap_tensor
-    found.graph_break_if_pending_mutation = check_pending
+    found.graph_break_if_pending_mutation = check_partial
 
 
 def _keep_steps_on_host(found: Any) -> None:

@@ -8,7 +8,7 @@ In the order of imports, which go down only:
     messages          `Batch`: tensors that ranks send straight to one another, said once for all ranks
     transport         the one interface that every communication goes through
     encoding          what a tensor looks like while a collective moves it
-    simulated         the door to N ranks in this process
+    simulated         the transport to N ranks in this process
     absent            what a rank holds of a tensor on a mesh that it is not in: a shape without data
     host_collectives  collectives on hosts by sending straight to every peer
     listener          a process group that tells whoever listens what is asked of it, before another one does it
@@ -17,8 +17,8 @@ In the order of imports, which go down only:
     agreement         ranks compare a text that must be the same on all
     delivery          messages over a process group: one launch, and tensors registered with their work
     rank_specific     whether the program that is being traced belongs to one rank only
-    processes         the door to `torch.distributed` process groups
-    pretended         the door to a job that is not there, for tracing
+    processes         the transport to `torch.distributed` process groups
+    pretended         the transport to a job that is not there, for tracing
     watch/            what watches communication: logs and debug mode
     worlds            `init_mesh`, `simulate`: which world a mesh lives in
     calibrate         `calibrate`: what the links of each axis cost, measured
@@ -28,23 +28,22 @@ from ..layouts.layout import PerRank
 from .policy import check, communication
 from .processes import Processes
 from .simulated import Bundle, Simulated
-from .transport import Door
+from .transport import Transport
 from .watch.debug import debug_mode
 from .watch.log import Log, Record, note_decomposed, note_fallback, trace_comm
-from .worlds import door, init_device_mesh, init_mesh, pretend, seen, simulate
+from .worlds import init_device_mesh, init_mesh, pretend, seen, simulate, transport
 
 __all__ = [
     "Bundle",
-    "Door",
     "Log",
     "PerRank",
     "Processes",
     "Record",
     "Simulated",
+    "Transport",
     "check",
     "communication",
     "debug_mode",
-    "door",
     "init_device_mesh",
     "init_mesh",
     "note_decomposed",
@@ -53,4 +52,5 @@ __all__ = [
     "seen",
     "simulate",
     "trace_comm",
+    "transport",
 ]

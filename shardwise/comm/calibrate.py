@@ -1,6 +1,6 @@
 """`calibrate`: the latency and the bandwidth of each axis, measured on the running world; every rank gets the same numbers.
 
-What is measured is an all-gather through the door in all groups over an axis at once, as in a run.
+What is measured is an all-gather through the transport in all groups over an axis at once, as in a run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..layouts.mesh import Mesh
 from ..planning.cost import PER_LOCAL_BYTE, Link, links, set_links
-from .worlds import door
+from .worlds import transport
 
 WARM_UPS, ROUNDS = 1, 5
 #: Bytes that a rank receives: few enough for latency alone, and enough for bandwidth alone, on a host and on an accelerator.
@@ -59,7 +59,7 @@ def _seconds(mesh: Mesh, axis: str, received: int, times: int) -> list[float]:
         finish()
         start = time.perf_counter()
         for _ in range(times):
-            door(mesh, "calibrate").all_gather(x, mesh, (axis,))
+            transport(mesh, "calibrate").all_gather(x, mesh, (axis,))
         finish()
         found.append((time.perf_counter() - start) / times)
     return found[WARM_UPS:]
@@ -68,7 +68,7 @@ def _seconds(mesh: Mesh, axis: str, received: int, times: int) -> list[float]:
 def _largest(x: Tensor, mesh: Mesh) -> Tensor:
     """The largest on any rank, element by element; axis by axis, so that it needs no group that an axis does not have."""
     for axis in mesh.root.axes:
-        x = door(mesh, "calibrate").all_reduce(x, "max", mesh, (axis,))
+        x = transport(mesh, "calibrate").all_reduce(x, "max", mesh, (axis,))
     return x
 
 

@@ -51,7 +51,7 @@ def unpacked(x: Tensor, kind: dtype) -> Tensor:
 # ── reducing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-#: How two pending values combine; the same operators as in the dense program, so NaN and overflow mean the same.
+#: How two partial values combine; the same operators as in the dense program, so NaN and overflow mean the same.
 COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "product": torch.mul,

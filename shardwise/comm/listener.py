@@ -21,7 +21,7 @@ from ..base.settings import Setting
 #: they say so; the collective runs inside what it gives.
 Tell = Callable[[str, str, Sequence[Tensor], Any, Any], AbstractContextManager[Any]]
 
-#: Whether this library asks for the communication by its door: whoever watches there has heard of it.
+#: Whether this library asks for the communication by its transport: whoever watches there has heard of it.
 asked = Setting("asked", False)
 #: For which operator, and from which line, a captured program is about to communicate, in the thread that runs it.
 _known = threading.local()

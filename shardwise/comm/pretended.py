@@ -1,4 +1,4 @@
-"""`Pretended`: the door to a job that is not there. Programs are traced for its ranks; nothing communicates."""
+"""`Pretended`: the transport to a job that is not there. Programs are traced for its ranks; nothing communicates."""
 
 from __future__ import annotations
 

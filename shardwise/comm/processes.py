@@ -1,4 +1,4 @@
-"""`Processes`: the door to a job of processes, on torch.distributed process groups of any backend.
+"""`Processes`: the transport to a job of processes, on torch.distributed process groups of any backend.
 
 A group goes by an alias that is the same on every rank (`mesh.alias(axes)`); each rank makes only the groups it is in, with
 the mesh or when they are first used. The collectives trace, and nothing that they leave in a graph depends on the rank. A rank
@@ -112,7 +112,7 @@ class Seat:
 
 
 class Processes:
-    """The door to the running torch.distributed job."""
+    """The transport to the running torch.distributed job."""
 
     def __init__(self) -> None:
         self._job: Callable[[], Any] = lambda: None

@@ -1,6 +1,6 @@
 """Whether the program that is being traced belongs to one rank only, so that no other rank may be given it.
 
-A traced program is the same on every rank unless a shape or a number of this rank entered it (uneven pieces). Then a cache may
+A traced program is the same on every rank unless a shape or a number of this rank entered it (uneven shards). Then a cache may
 keep it only under a key that names the rank's coordinate; found out too late for the key, it is not kept at all.
 """
 
@@ -60,11 +60,11 @@ def refuse_unequal(because: Any) -> None:
         unequal = [(dim, f) for dim, factors in enumerate(because.dims) for f in factors if min(f.sizes) != max(f.sizes)]
         dim, factor = unequal[0]
         sizes, axes = ", ".join(map(str, factor.sizes)), ", ".join(factor.axes)
-        why = f"dim {dim} of {because}, of size {because.shape[dim]}, falls into unequal pieces ({sizes}) over {axes}"
+        why = f"dim {dim} of {because}, of size {because.shape[dim]}, falls into unequal shards ({sizes}) over {axes}"
     else:
         pairs = [(x.at(0), x.at(1)) for x in tree_leaves(because) if isinstance(x, PerRank)]
         first, second = next((pair for pair in pairs if pair[0] != pair[1]), ("one thing", "another"))
-        why = f"ranks differ in what they do with their pieces ({first} on the first, {second} on the second)"
+        why = f"ranks differ in what they do with their shards ({first} on the first, {second} on the second)"
     raise CompileError(
         f"{why}: the program would be of one rank only; choose sizes that the axes divide, or pad or redistribute the tensor"
     )

@@ -1,10 +1,10 @@
-"""A world of many ranks in this process: `Bundle`, one tensor per place, and `Simulated`, the door made of bundles.
+"""A world of many ranks in this process: `Bundle`, one tensor per place, and `Simulated`, the transport made of bundles.
 
 Reads meshes and tensors, gives bundles. Knows nothing of layouts, of operators' meaning or of process groups.
 
 >>> import torch
 >>> both = Bundle([torch.zeros(2), torch.ones(2)])
->>> (both + 1).pieces[1]
+>>> (both + 1).shards[1]
 tensor([2., 2.])
 """
 
@@ -24,7 +24,7 @@ from ..layouts.layout import PerRank
 from ..layouts.mesh import Mesh, index_of
 from .encoding import combine
 from .messages import Batch, fits, pairs, refuse, told
-from .transport import Assumed, Counts, Fact, alike, check_chunks, check_pieces
+from .transport import Assumed, Counts, Fact, alike, check_chunks, check_shards
 
 # ── Bundle ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -51,19 +51,19 @@ def stands_back(cls: type, types: Sequence[type]) -> bool:
 
 @untraced
 class Bundle(torch.Tensor):
-    """One tensor per place of a simulated mesh; every operator runs on each. Its shape is that of the first piece.
+    """One tensor per place of a simulated mesh; every operator runs on each. Its shape is that of the first shard.
 
     >>> b = Bundle([torch.zeros(2), torch.ones(2)])
-    >>> b.sum().pieces
+    >>> b.sum().shards
     (tensor(0.), tensor(2.))
     """
 
-    pieces: tuple[Tensor, ...]
+    shards: tuple[Tensor, ...]
 
     @staticmethod
-    def __new__(cls: type[Bundle], pieces: Iterable[Tensor], requires_grad: bool = False, stride: Any = None) -> Bundle:
-        pieces = _checked_pieces(pieces)
-        first = pieces[0]
+    def __new__(cls: type[Bundle], shards: Iterable[Tensor], requires_grad: bool = False, stride: Any = None) -> Bundle:
+        shards = _checked_shards(shards)
+        first = shards[0]
         flag(requires_grad, "Bundle: requires_grad")
         optional(integers, stride, "Bundle: stride", 0)
         self: Bundle = make_wrapper(
@@ -76,7 +76,7 @@ class Bundle(torch.Tensor):
             device=first.device,
             requires_grad=requires_grad,
         )
-        self.pieces = pieces
+        self.shards = shards
         return self
 
     __torch_function__ = no_torch_function
@@ -84,51 +84,51 @@ class Bundle(torch.Tensor):
 
     def tolist(self) -> Any:
         """The value as Python numbers, if it is the same at every place."""
-        return _agreed([piece.tolist() for piece in self.pieces], "tolist")
+        return _agreed([shard.tolist() for shard in self.shards], "tolist")
 
     def _text(self, **_: Any) -> str:
-        lines = [f"  {place}: {piece!r}".replace("\n", "\n     ") for place, piece in enumerate(self.pieces)]
+        lines = [f"  {place}: {shard!r}".replace("\n", "\n     ") for place, shard in enumerate(self.shards)]
         tail = [f"  grad_fn={self.grad_fn}"] if self.grad_fn is not None else []
         return "\n".join(["Bundle(", *lines, *tail, ")"])
 
     __repr__: Any = _text
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (list(self.pieces), self.requires_grad)
+        return _rebuild, (list(self.shards), self.requires_grad)
 
     def __getattr__(self, name: str) -> Tensor:
-        if name.startswith("piece_"):
-            return self.pieces[int(name[len("piece_") :])]
+        if name.startswith("shard_"):
+            return self.shards[int(name[len("shard_") :])]
         raise AttributeError(f"Bundle has no attribute {name!r}")
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return [f"piece_{place}" for place in range(len(self.pieces))], None
+        return [f"shard_{place}" for place in range(len(self.shards))], None
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Bundle:
-        pieces = [inner[f"piece_{place}"] for place in range(len(inner))]
-        if all(type(piece) is Tensor for piece in pieces):  # a compiler computes once what is equal on several ranks
-            pieces = _apart(pieces)
-        return Bundle(pieces, stride=stride)
+        shards = [inner[f"shard_{place}"] for place in range(len(inner))]
+        if all(type(shard) is Tensor for shard in shards):  # a compiler computes once what is equal on several ranks
+            shards = _apart(shards)
+        return Bundle(shards, stride=stride)
 
 
-def _checked_pieces(pieces: Any) -> tuple[Tensor, ...]:
-    pieces = several(pieces, "Bundle: pieces", "several tensors, one for each place")
-    if not pieces:
-        raise WorldError("a Bundle holds at least one piece, got pieces=()")
-    first = pieces[0]
-    for piece in pieces:
-        a_tensor(piece, "Bundle: each of pieces")
-        if isinstance(piece, Bundle) or piece.dtype != first.dtype or piece.device != first.device:
-            told = [f"{type(x).__name__} {x.dtype} on {x.device}" for x in (first, piece)]
+def _checked_shards(shards: Any) -> tuple[Tensor, ...]:
+    shards = several(shards, "Bundle: shards", "several tensors, one for each place")
+    if not shards:
+        raise WorldError("a Bundle holds at least one shard, got shards=()")
+    first = shards[0]
+    for shard in shards:
+        a_tensor(shard, "Bundle: each of shards")
+        if isinstance(shard, Bundle) or shard.dtype != first.dtype or shard.device != first.device:
+            told = [f"{type(x).__name__} {x.dtype} on {x.device}" for x in (first, shard)]
             raise WorldError(
-                f"the pieces of a Bundle are plain tensors of one dtype, on one device, got {' and '.join(told)}; convert them"
+                f"the shards of a Bundle are plain tensors of one dtype, on one device, got {' and '.join(told)}; convert them"
             )
-    return pieces
+    return shards
 
 
-def _rebuild(pieces: list[Tensor], requires_grad: bool) -> Bundle:
-    return Bundle(pieces, requires_grad)
+def _rebuild(shards: list[Tensor], requires_grad: bool) -> Bundle:
+    return Bundle(shards, requires_grad)
 
 
 torch.serialization.add_safe_globals([_rebuild])
@@ -171,7 +171,7 @@ def outputs(func: OpOverload, outs: Any, args: tuple[Any, ...], kwargs: dict[str
     if written is None:
         return outs
     if written.reshapes:
-        with no_dispatch():  # the wrapper's own sizes and strides change with those of its pieces
+        with no_dispatch():  # the wrapper's own sizes and strides change with those of its shards
             func(*args, **kwargs)
     return written.outputs(outs, args, kwargs)
 
@@ -190,13 +190,13 @@ def _writes(func: OpOverload) -> _Writes | None:
     return _Writes(sources, torch.Tag.inplace_view in func.tags, tuple(dict.fromkeys(owner.values())))
 
 
-# ── pieces out of arguments, bundles out of results ───────────────────────────────────────────────────────────────────
+# ── shards out of arguments, bundles out of results ───────────────────────────────────────────────────────────────────
 
 
 def _at_place(value: Any, place: int) -> Any:
     """`value` with every Bundle and PerRank in it (through lists, tuples and dicts) replaced by that place's own."""
     if isinstance(value, Bundle):
-        return value.pieces[place]
+        return value.shards[place]
     if isinstance(value, PerRank):
         return value.at(place)
     kind = type(value)
@@ -210,7 +210,7 @@ def _at_place(value: Any, place: int) -> Any:
 def _places(value: Any) -> int:
     """The number of places of the bundles in `value`; 0 if there is none."""
     if isinstance(value, Bundle):
-        return len(value.pieces)
+        return len(value.shards)
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, tuple | list):
@@ -240,7 +240,7 @@ def _agreed(values: list[Any], what: object) -> Any:
         if value != first and not (_is_nan(value) and _is_nan(first)):
             raise WorldError(
                 f"{what} gives {first!r} at place 0 and {value!r} at place {place} of a simulated world: there is no "
-                "one value to go on with. Look at `.pieces`, or make it equal on every rank first (full_tensor())."
+                "one value to go on with. Look at `.shards`, or make it equal on every rank first (full_tensor())."
             )
     return first
 
@@ -253,10 +253,10 @@ def _is_nan(value: Any) -> bool:
 
 
 class Simulated:
-    """The door to a world of bundles.
+    """The transport to a world of bundles.
 
     >>> mesh = Mesh(("tp",), (2,), range(2), "cpu", "simulated")
-    >>> Simulated().all_reduce(Bundle([torch.zeros(1), torch.ones(1)]), "sum", mesh, ("tp",)).pieces
+    >>> Simulated().all_reduce(Bundle([torch.zeros(1), torch.ones(1)]), "sum", mesh, ("tp",)).shards
     (tensor([1.]), tensor([1.]))
     """
 
@@ -273,41 +273,41 @@ class Simulated:
 
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce each group in its order; every place gets its own copy of one and the same result."""
-        return _by_group(x, mesh, axes, lambda pieces: [combine(pieces, kind)] * len(pieces))
+        return _by_group(x, mesh, axes, lambda shards: [combine(shards, kind)] * len(shards))
 
     def all_gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        """Concatenate each group's pieces along dim 0."""
-        return _by_group(x, mesh, axes, lambda pieces: [torch.cat(pieces)] * len(pieces))
+        """Concatenate each group's shards along dim 0."""
+        return _by_group(x, mesh, axes, lambda shards: [torch.cat(shards)] * len(shards))
 
     def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce each group and deal out equal chunks of dim 0."""
 
-        def deal(pieces: list[Tensor]) -> list[Tensor]:
-            check_chunks(len(pieces[0]), len(pieces), axes)
-            return list(combine(pieces, kind).tensor_split(len(pieces)))
+        def deal(shards: list[Tensor]) -> list[Tensor]:
+            check_chunks(len(shards[0]), len(shards), axes)
+            return list(combine(shards, kind).tensor_split(len(shards)))
 
         return _by_group(x, mesh, axes, deal)
 
     def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        """Cut each piece by `send` and put together what each place receives."""
-        pieces, out = _pieces(x, mesh), {}
+        """Shard each shard by `send` and put together what each place receives."""
+        shards, out = _shards(x, mesh), {}
         for group in mesh.groups(axes):
-            parcels = [pieces[place].split(list(_at_place(send, place))) for place in group]
+            parcels = [shards[place].split(list(_at_place(send, place))) for place in group]
             for index, place in enumerate(group):
                 coming = [parcel[index] for parcel in parcels]
-                counts = tuple(len(piece) for piece in coming)
+                counts = tuple(len(shard) for shard in coming)
                 if counts != (expected := tuple(_at_place(receive, place))):
                     raise WorldError(
                         f"all_to_all over axes {axes}: place {place} expects {expected} elements from places {group}, "
                         f"which send it {counts}"
                     )
                 out[place] = torch.cat(coming)
-        return Bundle(out[place] for place in range(len(pieces)))
+        return Bundle(out[place] for place in range(len(shards)))
 
     def exchange(self, sent: Sequence[Tensor], batch: Batch) -> list[Tensor]:
         """Copy every message from the place that sends it to the one that receives it."""
         mesh, places = batch.mesh, range(len(batch.mesh.ranks))
-        held = [_pieces(x, mesh) for x in sent]
+        held = [_shards(x, mesh) for x in sent]
         out = [
             [torch.zeros(batch.shape(i, place), dtype=kind, device=mesh.device) for place in places]
             for i, kind in enumerate(batch.dtypes)
@@ -315,15 +315,15 @@ class Simulated:
         for pair in pairs(batch):
             x = None if pair.sent is None else held[pair.sent][pair.sender]
             if x is None or pair.received is None or not fits(batch, pair, x):
-                refuse(batch, pair, [told(pieces[pair.sender]) for pieces in held])
+                refuse(batch, pair, [told(shards[pair.sender]) for shards in held])
             out[pair.received][pair.receiver] = x.clone(memory_format=torch.contiguous_format)
-        return [Bundle(pieces) for pieces in out]
+        return [Bundle(shards) for shards in out]
 
     def broadcast(self, x: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
-        """The piece of the source, copied to every place of its group."""
+        """The shard of the source, copied to every place of its group."""
         axes = mesh.sorted_axes(mesh.axes)
         place = index_of(mesh, (source,) * mesh.ndim, axes)
-        return _by_group(x, mesh, axes, lambda pieces: [pieces[place]] * len(pieces))
+        return _by_group(x, mesh, axes, lambda shards: [shards[place]] * len(shards))
 
     def each(self, function: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
         """Call the function once for each place, with that place's arguments."""
@@ -339,28 +339,28 @@ class Simulated:
         return tensor if isinstance(tensor, Bundle) else Bundle([tensor.detach()] * len(mesh.ranks))
 
     def plain(self, x: Tensor) -> Tensor:
-        """The first piece."""
-        return x.pieces[0] if isinstance(x, Bundle) else x
+        """The first shard."""
+        return x.shards[0] if isinstance(x, Bundle) else x
 
     def own(self, x: Tensor, mesh: Mesh, shape: PerRank) -> Tensor:
-        """A piece for every rank. An ordinary tensor stands for what each made: the first keeps it, the others get copies."""
-        pieces = _pieces(x, mesh)
-        return x if isinstance(x, Bundle) and shared(pieces) is None else Bundle(_apart(pieces))
+        """A shard for every rank. An ordinary tensor stands for what each made: the first keeps it, the others get copies."""
+        shards = _shards(x, mesh)
+        return x if isinstance(x, Bundle) and shared(shards) is None else Bundle(_apart(shards))
 
     def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
-        """The pieces in the order of the other mesh's ranks."""
-        held = dict(zip(have.ranks, _pieces(x, have), strict=True))
+        """The shards in the order of the other mesh's ranks."""
+        held = dict(zip(have.ranks, _shards(x, have), strict=True))
         first = held[have.ranks[0]]
         seats = enumerate(want.ranks)
         return Bundle(held[rank] if rank in held else first.new_empty(shape.at(place)) for place, rank in seats)
 
     def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-        """The shape of every piece."""
-        return alike([Fact.of(piece) for piece in _pieces(x, mesh)], mesh.root)
+        """The shape of every shard."""
+        return alike([Fact.of(shard) for shard in _shards(x, mesh)], mesh.root)
 
     def assume(self, x: Tensor, mesh: Mesh, shape: PerRank) -> None:
-        """Look at every piece."""
-        check_pieces(self.shapes(x, mesh), shape, mesh.root)
+        """Look at every shard."""
+        check_shards(self.shapes(x, mesh), shape, mesh.root)
 
     def assumed(self, mesh: Mesh) -> list[Assumed]:
         """Nothing: it is checked when it is assumed."""
@@ -373,30 +373,30 @@ class Simulated:
         """Nothing: all ranks raise with this process."""
 
 
-def _pieces(x: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
+def _shards(x: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
     if isinstance(x, Bundle):
-        _check_places(len(x.pieces), mesh)
-        return x.pieces
+        _check_places(len(x.shards), mesh)
+        return x.shards
     return (x,) * len(mesh.ranks)
 
 
-def shared(pieces: Sequence[Tensor]) -> tuple[int, int] | None:
-    """The first two places whose pieces have memory in common, so that a write at one would be one at the other; or None.
+def shared(shards: Sequence[Tensor]) -> tuple[int, int] | None:
+    """The first two places whose shards have memory in common, so that a write at one would be one at the other; or None.
 
     >>> x = torch.zeros(4)
     >>> shared([x[:2], x[2:]]), shared([x[:2], x[2:], x[1:3]])
     (None, (0, 2))
     """
-    if len({storage_of(piece) for piece in pieces}) == len(pieces):
+    if len({storage_of(shard) for shard in shards}) == len(shards):
         return None
-    return next(((i, j) for j, y in enumerate(pieces) for i, x in enumerate(pieces[:j]) if _overlap(x, y)), None)
+    return next(((i, j) for j, y in enumerate(shards) for i, x in enumerate(shards[:j]) if _overlap(x, y)), None)
 
 
-def _apart(pieces: Sequence[Tensor]) -> list[Tensor]:
-    """The pieces, with copies in place of those that have memory in common with one before them."""
+def _apart(shards: Sequence[Tensor]) -> list[Tensor]:
+    """The shards, with copies in place of those that have memory in common with one before them."""
     found: list[Tensor] = []
-    for piece in pieces:
-        found.append(piece.clone() if any(_overlap(piece, other) for other in found) else piece)
+    for shard in shards:
+        found.append(shard.clone() if any(_overlap(shard, other) for other in found) else shard)
     return found
 
 
@@ -416,14 +416,14 @@ def _span(x: Tensor) -> tuple[int, int]:
 
 def _check_places(count: int, mesh: Mesh) -> None:
     if count not in (0, len(mesh.ranks)):
-        raise MeshError(f"a bundle of {count} pieces meets mesh {mesh.root} of {len(mesh.ranks)} ranks; use one mesh for both")
+        raise MeshError(f"a bundle of {count} shards meets mesh {mesh.root} of {len(mesh.ranks)} ranks; use one mesh for both")
 
 
 def _by_group(x: Tensor, mesh: Mesh, axes: tuple[str, ...], collective: Callable[[list[Tensor]], list[Tensor]]) -> Bundle:
     """Run a collective in each group; each place gets its own contiguous copy, so that no two places share memory."""
-    pieces, out = _pieces(x, mesh), list(_pieces(x, mesh))
+    shards, out = _shards(x, mesh), list(_shards(x, mesh))
     for group in mesh.groups(axes):
-        results = collective([pieces[place] for place in group])
+        results = collective([shards[place] for place in group])
         for place, result in zip(group, results, strict=True):
             out[place] = result.clone(memory_format=torch.contiguous_format)
     return Bundle(out)

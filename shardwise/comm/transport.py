@@ -1,4 +1,4 @@
-"""The door: the one narrow interface through which every communication and every per-rank step goes.
+"""The transport: the one narrow interface through which every communication and every per-rank step goes.
 
 A *local value* is what a rank holds: an ordinary tensor behind real process groups (a shape without data where the rank is
 not in the mesh), a bundle of one tensor per place in a simulated world. Nothing outside this package knows which. `axes` are
@@ -30,7 +30,7 @@ class Assumed(NamedTuple):
     shape: PerRank
 
 
-class Door(Protocol):
+class Transport(Protocol):
     """What a world offers. All verbs are collective over the mesh: every rank of it calls them in the same order. A rank that
     is not in the mesh may call them: it communicates nothing, and its result has the shape of the first place's."""
 
@@ -103,64 +103,65 @@ class Door(Protocol):
 
 
 class Around:
-    """Half a door: what does not communicate is passed on to another door. One that watches adds the verbs that do."""
+    """Half a transport: what does not communicate is passed on to another transport. One that watches adds the verbs that
+    do."""
 
-    __slots__ = ("_door",)
+    __slots__ = ("_transport",)
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
 
     def ready(self, mesh: Mesh) -> None:
         """Pass on."""
-        self._door.ready(mesh)
+        self._transport.ready(mesh)
 
     def traced(self, x: Tensor) -> bool:
         """Pass on."""
-        return self._door.traced(x)
+        return self._transport.traced(x)
 
     def place(self, mesh: Mesh) -> int:
         """Pass on."""
-        return self._door.place(mesh)
+        return self._transport.place(mesh)
 
     def each(self, function: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
         """Pass on."""
-        return self._door.each(function, mesh, *args)
+        return self._transport.each(function, mesh, *args)
 
     def number(self, value: PerRank, mesh: Mesh) -> Tensor:
         """Pass on."""
-        return self._door.number(value, mesh)
+        return self._transport.number(value, mesh)
 
     def replicate(self, tensor: Tensor, mesh: Mesh) -> Tensor:
         """Pass on."""
-        return self._door.replicate(tensor, mesh)
+        return self._transport.replicate(tensor, mesh)
 
     def plain(self, x: Tensor) -> Tensor:
         """Pass on."""
-        return self._door.plain(x)
+        return self._transport.plain(x)
 
     def own(self, x: Tensor, mesh: Mesh, shape: PerRank) -> Tensor:
         """Pass on."""
-        return self._door.own(x, mesh, shape)
+        return self._transport.own(x, mesh, shape)
 
     def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
         """Pass on."""
-        return self._door.reseat(x, have, want, shape)
+        return self._transport.reseat(x, have, want, shape)
 
     def agree(self, fact: str, mesh: Mesh, due: bool) -> None:
         """Pass on."""
-        self._door.agree(fact, mesh, due)
+        self._transport.agree(fact, mesh, due)
 
     def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
         """Pass on."""
-        self._door.report(error, mesh, where, alone)
+        self._transport.report(error, mesh, where, alone)
 
     def assume(self, x: Tensor, mesh: Mesh, shape: PerRank) -> None:
         """Pass on."""
-        self._door.assume(x, mesh, shape)
+        self._transport.assume(x, mesh, shape)
 
     def assumed(self, mesh: Mesh) -> list[Assumed]:
         """Pass on."""
-        return self._door.assumed(mesh)
+        return self._transport.assumed(mesh)
 
 
 # ── what every world checks alike ─────────────────────────────────────────────────────────────────────────────────────
@@ -207,7 +208,7 @@ def alike(facts: Sequence[Fact], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     return tuple(fact.shape for fact in facts)
 
 
-def check_pieces(shapes: Sequence[Sequence[int]], shape: PerRank, mesh: Mesh, line: str = "") -> None:
+def check_shards(shapes: Sequence[Sequence[int]], shape: PerRank, mesh: Mesh, line: str = "") -> None:
     """Refuse local tensors whose shapes are not those that were assumed."""
     if any(tuple(have) != tuple(shape.at(place)) for place, have in enumerate(shapes)):
         told = ", ".join(f"{list(have)} on rank {rank}" for rank, have in zip(mesh.ranks, shapes, strict=True))

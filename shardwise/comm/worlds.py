@@ -1,4 +1,4 @@
-"""Which world a mesh lives in: `init_mesh` finds it, `simulate` forces it, `door` opens it."""
+"""Which world a mesh lives in: `init_mesh` finds it, `simulate` forces it, `transport` opens it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..layouts.mesh import MOST_RANKS, Mesh, root_meshes
 from .pretended import Pretended
 from .processes import Processes
 from .simulated import Simulated
-from .transport import Door
-from .watch.debug import watched_door
+from .transport import Transport
+from .watch.debug import watched_transport
 from .watch.log import watching
 
-_doors: dict[str, Door] = {"processes": Processes(), "simulated": Simulated()}
+_transports: dict[str, Transport] = {"processes": Processes(), "simulated": Simulated()}
 #: The job that programs are traced for in this thread, where it is not there.
 _pretended: Setting[Pretended | None] = Setting("pretend", None)
 _simulated_ranks: Setting[int] = Setting("simulate", 0, reaches_threads=True)
@@ -33,18 +33,18 @@ Shape = tuple[tuple[str, int], ...]
 _asked_for: set[tuple[str, Shape]] = set()
 
 
-def door(mesh: Mesh, operator: str = "") -> Door:
-    """The door to the world behind a mesh; `operator` names, for the logs, on whose behalf it is opened.
+def transport(mesh: Mesh, operator: str = "") -> Transport:
+    """The transport to the world behind a mesh; `operator` names, for the logs, on whose behalf it is opened.
 
     >>> mesh = Mesh(("tp",), (2,), range(2), "cpu", "simulated")
-    >>> type(door(mesh)).__name__
+    >>> type(transport(mesh)).__name__
     'Simulated'
     """
     watch = watching.get()
-    found = (_pretended.get() if mesh.world == "processes" else None) or _doors[mesh.world]
+    found = (_pretended.get() if mesh.world == "processes" else None) or _transports[mesh.world]
     if watch is None or tracing_context() is not None:  # tracing communicates nothing
         return found
-    return watched_door(found, mesh.world, operator, watch)
+    return watched_transport(found, mesh.world, operator, watch)
 
 
 @contextlib.contextmanager
@@ -117,7 +117,7 @@ def _init(
     world, there = _find_world(device, max((size, *(rank + 1 for rank in chosen))))
     _check_fits(axes, chosen, there, world)
     mesh = Mesh(tuple(axes), axes.values(), chosen, device or _default_device(world), world, None, slow, groups)
-    door(mesh).ready(mesh)
+    transport(mesh).ready(mesh)
     _asked_for.add((world, tuple(mesh.axis_sizes.items())))
     return mesh
 

@@ -1,6 +1,6 @@
 """`grouped_mm`: the products of groups of rows with a matrix each, of every size and memory layout, as an operator that traces.
 
-torch's own operator wants rows, or columns, to begin at multiples of 16 bytes, which those of a piece need not, and its tracer
+torch's own operator wants rows, or columns, to begin at multiples of 16 bytes, which those of a shard need not, and its tracer
 takes bfloat16 alone.
 """
 

@@ -5,8 +5,8 @@ In the order of imports, which go down only:
     mesh       `Mesh`: named axes, sizes, ranks, sub-meshes, coordinates, fingerprint, slow axes, usable groups
     placement  `Shard`, `StridedShard`, `Replicate`, `Partial`
     dtypes     how dtypes are written, their extremes, the identities of reductions
-    factor     `Factor`: how mesh axes cut a factor of a dim
-    dims       how placements cut a dim, and which placements say so
+    factor     `Factor`: how mesh axes shard a factor of a dim
+    dims       how placements shard a dim, and which placements say so
     layout     `Layout`: the canonical, interned form; local shapes and offsets
     text       `Form`: a layout without its sizes, as text
 """

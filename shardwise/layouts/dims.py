@@ -1,4 +1,4 @@
-"""How the placements of mesh axes cut one dim, and which placements say how a dim is cut.
+"""How the placements of mesh axes shard one dim, and which placements say how a dim is sharded.
 
 Reads sizes and placements, gives factors, and back: what `shards_of` says of a dim, `dim_of` makes of it again.
 """
@@ -13,12 +13,12 @@ from .factor import Dim, Factor, Part, chunks, cut, factors_of, parts_of, read_p
 from .mesh import Mesh
 from .placement import Shard, StridedShard
 
-#: The axes that cut a dim, each with its placement, in the order of the placements.
+#: The axes that sharding a dim, each with its placement, in the order of the placements.
 Shards = Sequence[tuple[str, Shard]]
 
 
 def dim_of(size: int, shards: Shards, mesh: Mesh) -> list[Factor]:
-    """The factors of a dim of a size that placements cut.
+    """The factors of a dim of a size that placements shard.
 
     >>> from .factor import canonical
     >>> mesh = Mesh(("dp", "tp"), (2, 2), range(4), "cpu", "simulated")
@@ -32,7 +32,7 @@ def dim_of(size: int, shards: Shards, mesh: Mesh) -> list[Factor]:
 
 
 def shards_of(index: int, dim: Dim, mesh: Mesh) -> dict[str, Shard]:
-    """The placement of each axis that cuts a dim, which is the tensor's dim number `index`."""
+    """The placement of each axis that shards a dim, which is the tensor's dim number `index`."""
     parts, axes = parts_of(dim, mesh), [axis for factor in dim for axis in factor.axes]
     if len(parts) == 1 and axes == sorted(axes, key=mesh.axes.index):
         sizes = parts[0].sizes
@@ -43,7 +43,7 @@ def shards_of(index: int, dim: Dim, mesh: Mesh) -> dict[str, Shard]:
         told = {axis: Shard(index) for axis in axes} | {axes[0]: first}
         if _nested(dim[0].size, tuple(told.items()), mesh).sizes == sizes:
             return told
-    if any(min(factor.sizes) != max(factor.sizes) for factor in dim):  # no other size is cut like this
+    if any(min(factor.sizes) != max(factor.sizes) for factor in dim):  # no other size is sharded like this
         parts = tuple(Part(f.axes, f.sizes if f.axes else None, f.size) for f in dim)
     return dict.fromkeys(axes, StridedShard(index, "*".join(part.text for part in parts)))
 
@@ -92,7 +92,7 @@ def _told(size: int, shards: Shards, mesh: Mesh) -> list[Factor]:
     axes = [axis for part in parts for axis in part.axes]
     if any(shard != first for _, shard in shards) or sorted(axes) != sorted(axis for axis, _ in shards):
         raise LayoutError(
-            f"{first} says how axes {', '.join(axes)} cut dim {first.dim} together, and stands on each of them; got "
+            f"{first} says how axes {', '.join(axes)} shard dim {first.dim} together, and stands on each of them; got "
             f"{', '.join(f'{axis}: {shard}' for axis, shard in shards)}; take all of `x.placements`, or `x.layout`"
         )
     rest = math.prod(part.size for part in parts[1:] if part.size is not None)
@@ -111,7 +111,7 @@ def _fits(part: Part, factor: Factor, mesh: Mesh) -> bool:
 
 
 def _split(size: int, shards: Shards, mesh: Mesh) -> list[Factor]:
-    """Axis after axis, each on what a rank has so far: the factors that nothing cuts yet."""
+    """Axis after axis, each on what a rank has so far: the factors that nothing shards yet."""
     dim = [whole(size)]
     for position, (axis, shard) in enumerate(shards):
         skip = shard.split_factor if isinstance(shard, StridedShard) else 1
@@ -119,13 +119,14 @@ def _split(size: int, shards: Shards, mesh: Mesh) -> list[Factor]:
         if not dim:
             raise LayoutError(
                 f"{shard} on axis {axis!r}: a dim of {size} does not fall into {skip} equal stretches for each of "
-                f"{mesh.axis_sizes[axis]} ranks; give the layout of a tensor that is cut as you want (`x.layout`)"
+                f"{mesh.axis_sizes[axis]} ranks; give the layout of a tensor that is sharded as you want (`x.layout`)"
             )
     return dim
 
 
 def _cut_behind(dim: list[Factor], skip: int, by: Factor, last: bool) -> list[Factor]:
-    """The factors with one more cut: of what nothing cuts yet, behind the first `skip`; none where that does not work out."""
+    """The factors with one more sharding: of what nothing shards yet, behind the first `skip`; none where that does not work
+    out."""
     for place, factor in enumerate(dim):
         size = factor.size
         if factor.axes or (skip > 1 and skip % size == 0):

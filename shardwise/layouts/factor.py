@@ -1,4 +1,4 @@
-"""Factor: how mesh axes cut one factor of a dim. A dim is an ordered product of factors, almost always one.
+"""Factor: how mesh axes shard one factor of a dim. A dim is an ordered product of factors, almost always one.
 
 Values and arithmetic on sizes; knows no tensor and no layout.
 """
@@ -20,7 +20,7 @@ Run = tuple[int, int]
 
 
 class Factor(NamedTuple):
-    """A factor of a dim: its size, the axes that cut it (major to minor) and the size of each shard in that order."""
+    """A factor of a dim: its size, the axes that sharding it (major to minor) and the size of each shard in that order."""
 
     size: int
     axes: tuple[str, ...]
@@ -44,7 +44,7 @@ Dim = tuple[Factor, ...]
 
 
 def whole(size: int) -> Factor:
-    """A factor that nothing cuts."""
+    """A factor that nothing shards."""
     return Factor(size, (), (size,))
 
 
@@ -60,7 +60,7 @@ def default_sizes(size: int, parts: Iterable[int]) -> tuple[int, ...]:
             return (quotient(size, count),) * count
     sizes = [int(size)]
     for count in parts:
-        sizes = [piece for whole_size in sizes for piece in chunks(whole_size, count)]
+        sizes = [shard for whole_size in sizes for shard in chunks(whole_size, count)]
     return tuple(sizes)
 
 
@@ -71,7 +71,7 @@ def chunks(size: int, count: int) -> list[int]:
 
 
 def cut(size: int, axes: Sequence[str], mesh: Mesh) -> Factor:
-    """A factor cut by `axes` into default chunks."""
+    """A factor sharded by `axes` into default chunks."""
     return Factor(size, tuple(axes), default_sizes(size, [mesh.axis_sizes[axis] for axis in axes]))
 
 
@@ -129,8 +129,8 @@ def _joined(runs: list[Run]) -> list[Run]:
 
 
 class Part(NamedTuple):
-    """A factor without its size: the axes that cut it; the size of each shard where they are not the default chunks; its size
-    where the dim has several factors (none for the first, which is what the others leave of the dim)."""
+    """A factor without its size: the axes that sharding it; the size of each shard where they are not the default chunks; its
+    size where the dim has several factors (none for the first, which is what the others leave of the dim)."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...] | None = None

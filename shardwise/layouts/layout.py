@@ -1,7 +1,7 @@
 """Layout: what every rank holds of a global tensor. Immutable, interned (equality is identity), one line when printed.
 
-A dim is an ordered product of *factors*, almost always one. A factor is cut by an ordered tuple of mesh axes (major to minor)
-into one contiguous interval per shard. An axis that cuts nothing replicates, or is pending a reduction (Partial).
+A dim is an ordered product of *factors*, almost always one. A factor is sharded by an ordered tuple of mesh axes (major to
+minor) into one contiguous interval per shard. An axis that shards nothing replicates, or is partial a reduction (Partial).
 
 >>> mesh = Mesh(("dp", "tp"), (2, 4), range(8), "cpu", "simulated")
 >>> make_layout((8, 16), mesh, [Shard(0), Replicate()])
@@ -59,7 +59,7 @@ _REPLICATE = Replicate()
 _PARTS = {
     "mesh": "a Mesh",
     "dims": "for each dim a list of factors",
-    "partials": "pairs of an axis and what is pending there, such as ('dp', 'sum')",
+    "partials": "pairs of an axis and what is partial there, such as ('dp', 'sum')",
     "dtype": "a torch.dtype",
     "stride": "an integer for each dim",
 }
@@ -98,7 +98,7 @@ class Number(PerRank):
 
 
 class Layout(metaclass=OpaqueBaseMeta):
-    """Mesh, shape, stride, dtype, and for each dim which axes cut it and how. Made by `make_layout` or `Layout.of`."""
+    """Mesh, shape, stride, dtype, and for each dim which axes shard it and how. Made by `make_layout` or `Layout.of`."""
 
     __slots__ = (
         "__weakref__",
@@ -122,11 +122,11 @@ class Layout(metaclass=OpaqueBaseMeta):
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    #: axis → the dim it cuts (int) or the kind that is pending (str); absent where it replicates
+    #: axis → the dim it shards (int) or the kind that is partial (str); absent where it replicates
     states: dict[str, int | str]
     #: whether every rank holds a local tensor of the same shape
     even: bool
-    #: bytes of the largest local piece
+    #: bytes of the largest local shard
     nbytes: int
 
     @staticmethod
@@ -163,7 +163,7 @@ class Layout(metaclass=OpaqueBaseMeta):
         return Layout.of(**{name: changes.get(name, getattr(self, name)) for name in _PARTS})
 
     def without(self, axes: Iterable[str]) -> Layout:
-        """This layout with `axes` replicated: cuts by them and reductions over them gone."""
+        """This layout with `axes` replicated: shards by them and reductions over them gone."""
         known = self.mesh.root.axis_sizes.keys()
         gone = frozenset(axes) if isinstance(axes, frozenset | tuple | dict) else frozenset(self.mesh.sorted_axes(axes))
         if not gone <= known:
@@ -179,7 +179,7 @@ class Layout(metaclass=OpaqueBaseMeta):
         return self
 
     def reduced(self) -> Layout:
-        """This layout with nothing pending."""
+        """This layout with nothing partial."""
         return self.replace(partials=()) if self.partials else self
 
     def replicated(self) -> Layout:
@@ -196,7 +196,7 @@ class Layout(metaclass=OpaqueBaseMeta):
         return tuple(told.get(axis, _REPLICATE) for axis in self.mesh.axes)
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
-        """The axes that cut a dim, major to minor."""
+        """The axes that sharding a dim, major to minor."""
         try:
             return tuple(axis for factor in self.dims[dim] for axis in factor.axes)
         except (IndexError, TypeError):
@@ -238,7 +238,7 @@ class Layout(metaclass=OpaqueBaseMeta):
         return index
 
     def held(self, dim: int) -> int:
-        """The size of a dim in the largest local piece."""
+        """The size of a dim in the largest local shard."""
         try:
             return math.prod(hint(max(f.sizes)) for f in self.dims[dim])
         except (IndexError, TypeError):
@@ -331,7 +331,7 @@ def _with_symbols(content: tuple[Any, ...]) -> Layout:
     if not any(isinstance(n, SymInt) for n in (*(n for dim in dims for f in dim for n in (f.size, *f.sizes)), *stride)):
         return Layout.of(mesh, dims, pending, dtype, stride)
     if any(isinstance(f.size, SymInt) and any(n != f.sizes[0] for n in f.sizes) for dim in dims for f in dim):
-        raise TypeError("uneven pieces of a symbolic size depend on the rank: the size has to be settled")
+        raise TypeError("uneven shards of a symbolic size depend on the rank: the size has to be settled")
     shape = torch.Size([math.prod(f.size for f in dim) for dim in dims])
     return _build((mesh, dims, pending, dtype, stride), shape, SymbolicLayout)
 
@@ -388,14 +388,14 @@ def _build(content: tuple[Any, ...], shape: torch.Size, cls: type[Layout] | None
         raise LayoutError(f"{self!r}: stride has a number for each of {len(shape)} dims, got {shown(self.stride)}")
     for axis, kind in self.partials:
         if kind in _NOT_OF and _NOT_OF[kind](self.dtype):
-            raise LayoutError(f"{self!r}: {self.dtype} has no {kind}, so no tensor of it can be pending one on axis {axis!r}")
+            raise LayoutError(f"{self!r}: {self.dtype} has no {kind}, so no tensor of it can be partial one on axis {axis!r}")
         if axis in self.states:
-            raise LayoutError(f"axis {axis!r} cannot both cut dim {self.states[axis]} and be pending a {kind}")
+            raise LayoutError(f"axis {axis!r} cannot both shard dim {self.states[axis]} and be Partial({kind})")
         self.states[axis] = kind
     kinds = {kind for _, kind in self.partials}
     if len(kinds) > 1 and not kinds <= {"sum", "avg"}:
         raise LayoutError(
-            f"{self!r}: a tensor cannot be pending {' and '.join(sorted(kinds))} at once, since their order would matter; "
+            f"{self!r}: a tensor cannot be partial {' and '.join(sorted(kinds))} at once, since their order would matter; "
             "only sum and avg mix. Redistribute one of the axes to Replicate() first"
         )
     return self
@@ -456,7 +456,7 @@ def make_layout(
     dtype: torch.dtype = torch.float32,
     stride: Sequence[int] | None = None,
 ) -> Layout:
-    """A layout from placements: one per mesh axis, or by axis name (the order of names is then the order of the cuts).
+    """A layout from placements: one per mesh axis, or by axis name (the order of names is then the order of the shardings).
 
     >>> mesh = Mesh(("dp", "tp"), (2, 2), range(4), "cpu", "simulated")
     >>> make_layout((8, 4), mesh, {"tp": Shard(0), "dp": Shard(0)})
@@ -490,7 +490,7 @@ def whole_shape(local: Sequence[int], mesh: Mesh, placements: Placements) -> tup
 def _cuts(
     shape: Sequence[int], mesh: Mesh, placements: Placements
 ) -> tuple[list[list[tuple[str, Shard]]], list[tuple[str, str]]]:
-    """The axes that cut each dim, and those that are pending."""
+    """The axes that sharding each dim, and those that are partial."""
     cuts: list[list[tuple[str, Shard]]] = [[] for _ in shape]
     partials = []
     for axis, placement in by_axis(mesh, placements).items():
@@ -534,6 +534,6 @@ def _dim(dim: int, shape: tuple[int, ...], mesh: Mesh, axis: str) -> int:
             f"Shard({dim}) on axis {axis!r} of mesh {mesh}: the tensor has {len(shape)} dims {list(shape)}; "
             f"use a dim from {-len(shape)} to {len(shape) - 1}"
             if shape
-            else f"Shard({dim}) on axis {axis!r} of mesh {mesh}: a tensor without dims cannot be cut; use Replicate()"
+            else f"Shard({dim}) on axis {axis!r} of mesh {mesh}: a tensor without dims cannot be sharded; use Replicate()"
         )
     return dim % len(shape)

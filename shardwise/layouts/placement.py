@@ -18,7 +18,7 @@ from ..errors import LayoutError
 
 #: What `Part.text` writes of a factor.
 _PART = re.compile(r"(_|\d+)?(@[^@:*+ ]+(\+[^@:*+ ]+)*(:\d+)*)?")
-#: How pending values combine; "avg" is a sum scaled by the number of ranks.
+#: How partial values combine; "avg" is a sum scaled by the number of ranks.
 KINDS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 
 
@@ -27,7 +27,7 @@ class Placement(metaclass=OpaqueBaseMeta):
     """What one mesh axis does to a tensor: one of `Shard`, `Replicate`, `Partial`."""
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether this cuts a dim (or the given dim)."""
+        """Whether this shards a dim (or the given dim)."""
         optional(integer, dim, "is_shard: dim")
         return isinstance(self, Shard) and dim in (None, self.dim)
 
@@ -36,7 +36,7 @@ class Placement(metaclass=OpaqueBaseMeta):
         return isinstance(self, Replicate)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Whether a reduction over the axis is pending."""
+        """Whether a reduction over the axis is partial."""
         optional(choice, reduce_op, "is_partial: reduce_op", KINDS)
         return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
 
@@ -67,7 +67,7 @@ class Placement(metaclass=OpaqueBaseMeta):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Shard(Placement):
-    """The axis cuts dim `dim`, into equal chunks or into the given `sizes`, one per rank of the axis.
+    """The axis shards dim `dim`, into equal chunks or into the given `sizes`, one per rank of the axis.
 
     >>> Shard(1), Shard(0, sizes=(2, 3, 4))
     (Shard(1), Shard(0, sizes=(2, 3, 4)))
@@ -88,11 +88,11 @@ class Shard(Placement):
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class StridedShard(Shard):
-    """The axis cuts dim `dim` in a way that `Shard` cannot say: a factor of the dim, or behind an axis that comes later.
+    """The axis shards dim `dim` in a way that `Shard` cannot say: a factor of the dim, or behind an axis that comes later.
 
     `x.placements` has them where they are needed, so that what it has can be given back to `from_local`, `distribute_tensor`
-    and `redistribute`. `parts` are the factors of the dim, major to minor, with the axes that cut each; every axis that cuts
-    the dim carries them. Or `split_factor`, as torch's `_StridedShard`: the axis cuts each of so many equal stretches.
+    and `redistribute`. `parts` are the factors of the dim, major to minor, with the axes that sharding each; every axis that
+    shards the dim carries them. Or `split_factor`, as torch's `_StridedShard`: the axis shards each of so many equal stretches.
 
     >>> import shardwise as sw
     >>> mesh = sw.init_mesh(tp=2)

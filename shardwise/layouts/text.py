@@ -31,7 +31,7 @@ from .placement import read_placement
 
 
 class Form:
-    """Mesh, parts of every dim, and what is pending: a layout without sizes, strides and dtype. Interned."""
+    """Mesh, parts of every dim, and what is partial: a layout without sizes, strides and dtype. Interned."""
 
     __slots__ = ("__weakref__", "dims", "mesh", "partials", "text")
     mesh: Mesh
@@ -61,7 +61,7 @@ class Form:
         return _layout(self, tuple(shape), dtype, None if stride is None else tuple(stride))
 
     def parts(self, dim: int) -> int:
-        """Into how many shards a dim is cut."""
+        """Into how many shards a dim is sharded."""
         return math.prod(self.mesh.axis_sizes[axis] for part in self.dims[dim] for axis in part.axes)
 
     def __repr__(self) -> str:

@@ -4,7 +4,7 @@ In the order of imports, which go down only:
 
     batch         `batch`, `send`, `recv`, `wait`: messages that trace, forward and backward
     patterns      `shift`, `permute`: one message for each rank along an axis
-    halo          `halo_exchange`: a piece with the edges of its neighbours
+    halo          `halo_exchange`: a shard with the edges of its neighbours
     all_to_all_v  `all_to_all_v`: so many rows to each of an axis
     torch_api     `batch_isend_irecv`, `P2POp`, with the arguments of those of torch
 """

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._torch.tensors import Function, collectives, keep_alive
 from .._torch.tracer import keep_in_their_part
 from ..base.argument_checks import a_tensor, integers, optional, refuse, several
-from ..comm import Bundle, PerRank, door, seen
+from ..comm import Bundle, PerRank, seen, transport
 from ..comm.interception import is_watched, watched
 from ..comm.rank_specific import is_of_one_rank
 from ..comm.transport import Counts
@@ -42,7 +42,7 @@ def all_to_all_v(
     >>> import shardwise as sw
     >>> x = sw.Bundle([torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0])])
     >>> going = sw.Bundle([torch.tensor([1, 2]), torch.tensor([1, 0])])
-    >>> all_to_all_v(x, going, mesh=sw.init_mesh(ep=2)).pieces
+    >>> all_to_all_v(x, going, mesh=sw.init_mesh(ep=2)).shards
     (tensor([1., 4.]), tensor([2., 3.]))
     """
     x, mesh = local_of(x, mesh, "all_to_all_v: x")
@@ -103,15 +103,15 @@ def _known(table: Sequence[Sequence[int]], mesh: Mesh, axis: str) -> _Counts:
 def _told(going: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """How many rows come from each, told by those who send them."""
     ones = (1,) * mesh.size_of(axis)
-    return door(mesh, "p2p").all_to_all(going.to(torch.int64), ones, ones, mesh, (axis,))
+    return transport(mesh, "p2p").all_to_all(going.to(torch.int64), ones, ones, mesh, (axis,))
 
 
 def _numbers(counts: Tensor | PerRank) -> Counts:
     if isinstance(counts, PerRank):
         return counts
     if isinstance(counts, Bundle):
-        pieces = counts.pieces
-        return PerRank(lambda place: tuple(pieces[place].tolist()))
+        shards = counts.shards
+        return PerRank(lambda place: tuple(shards[place].tolist()))
     return tuple(counts.tolist())
 
 
@@ -137,7 +137,7 @@ class _Swap(Function):
 
 
 def _run(x: Tensor, how: _Counts) -> Tensor:
-    world = door(how.mesh, "p2p")
+    world = transport(how.mesh, "p2p")
     if world.traced(x):
         keep_in_their_part(is_of_one_rank)
     if isinstance(how.going, Tensor) and world.traced(x):
@@ -149,7 +149,7 @@ def _run(x: Tensor, how: _Counts) -> Tensor:
 
 
 def _now(x: Tensor, how: _Counts) -> Tensor:
-    world, width = door(how.mesh, "p2p"), math.prod(x.shape[1:])
+    world, width = transport(how.mesh, "p2p"), math.prod(x.shape[1:])
     going, coming = _numbers(how.going), _numbers(how.coming)
     flat = world.each(_flat, how.mesh, x, going, how.axis)
     out = world.all_to_all(flat, _times(going, width), _times(coming, width), how.mesh, (how.axis,))
@@ -185,7 +185,7 @@ torch.library.define("shardwise::rows", "(Tensor x, Tensor going, Tensor coming,
 
 def _of(text: str) -> Mesh:
     mesh = seen(Mesh.read(text))
-    door(mesh).ready(mesh)
+    transport(mesh).ready(mesh)
     return mesh
 
 

@@ -17,7 +17,7 @@ from .._torch.groups import AsyncTensor
 from .._torch.tensors import Function, collectives, keep_alive
 from .._torch.tracer import keep_in_their_part
 from ..base.argument_checks import a_dtype, a_tensor, flag, instance, integer, integers, refuse, several, shown, sizes
-from ..comm import Bundle, PerRank, door, seen
+from ..comm import Bundle, PerRank, seen, transport
 from ..comm.delivery import finish
 from ..comm.failures import guarded
 from ..comm.interception import is_watched, watched
@@ -162,7 +162,7 @@ def batch(ops: Iterable[Send | Receive]) -> tuple[Tensor, ...]:
     >>> mesh = sw.init_mesh(pp=3)
     >>> x = sw.Bundle([torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])])
     >>> y, = batch([send(x, mesh=mesh, shift=1, wrap=False), recv((1,), mesh=mesh, shift=-1, wrap=False)])
-    >>> y.pieces
+    >>> y.shards
     (tensor([0.]), tensor([1.]), tensor([2.]))
     """
     ops = [
@@ -186,7 +186,7 @@ def batch(ops: Iterable[Send | Receive]) -> tuple[Tensor, ...]:
         return tuple(torch.ops.shardwise.p2p(sent, *told, LIBRARY.key()))[: len(receives)]
     read = _read(sent, *told)
     if all(type(x) is Tensor for x in sent):
-        check_shapes(read, sent, max(door(read.mesh).place(read.mesh), 0))
+        check_shapes(read, sent, max(transport(read.mesh).place(read.mesh), 0))
     return tuple(exchange(sent, read))
 
 
@@ -254,7 +254,7 @@ def _read(  # noqa: PLR0913  as the operator
 
 def _whole_job(sent: Sequence[Tensor]) -> Mesh:
     """All ranks there are, as a mesh of one axis."""
-    bundles = [len(x.pieces) for x in sent if isinstance(x, Bundle)]
+    bundles = [len(x.shards) for x in sent if isinstance(x, Bundle)]
     if not bundles and not dist.is_initialized():
         raise MeshError("ranks by number need a mesh= in a simulated world: which ranks there are is not known here")
     count = bundles[0] if bundles else dist.get_world_size()
@@ -270,7 +270,7 @@ def exchange(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
     if len(sent) != len(told.goals):
         raise OperatorError(f"a batch of {len(told.goals)} sends got {len(sent)} tensors")
     check_matched(told, sent)
-    world = door(told.mesh)
+    world = transport(told.mesh)
     if any(x.requires_grad and x.numel() and world.replicate(x, told.mesh) is not x for x in sent):
         raise OperatorError(
             "p2p.batch: a plain tensor that requires grad in a simulated world, where each rank has its own: send what a "
@@ -313,7 +313,7 @@ def _flows(kind: torch.dtype) -> bool:
 def like(x: Tensor) -> tuple[Shape, torch.dtype]:
     """The shape, at every place, and the dtype of a local value."""
     if isinstance(x, Bundle):
-        shapes = [tuple(piece.shape) for piece in x.pieces]
+        shapes = [tuple(shard.shape) for shard in x.shards]
         return (shapes[0] if len(set(shapes)) == 1 else PerRank(shapes.__getitem__)), x.dtype
     return tuple(x.shape), x.dtype
 
@@ -322,7 +322,7 @@ def _zeros(told: Batch, index: int) -> Tensor:
     """The gradient of a received tensor that nobody used."""
     on, kind = told.mesh, told.dtypes[index]
     shape = PerRank(lambda place: told.shape(index, place))
-    return door(on).each(_nothing, on, shape, kind, torch.device(on.device))
+    return transport(on).each(_nothing, on, shape, kind, torch.device(on.device))
 
 
 def _nothing(shape: tuple[int, ...], kind: torch.dtype, device: torch.device) -> Tensor:
@@ -332,7 +332,7 @@ def _nothing(shape: tuple[int, ...], kind: torch.dtype, device: torch.device) ->
 def run(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
     """What is received of a batch, perhaps on its way still; below autograd."""
     sent = [wait(x) for x in sent]
-    world = door(told.mesh, "p2p")
+    world = transport(told.mesh, "p2p")
     if world.traced(sent[0] if sent else torch.empty(0)):
         return [wait_tensor(out) for out in _leave(sent, told)][: len(told.sources)]
     if is_watched():
@@ -363,14 +363,14 @@ torch.library.define("shardwise::messages", f"({_ARGUMENTS}) -> Tensor[]")
 def _composed(sent: list[Tensor], *told: Any) -> list[Tensor]:
     """A batch in a function of the user's: made of the operators below, forward and backward, when it is traced further."""
     batch = _read(sent, *told[:-1])
-    door(batch.mesh).ready(batch.mesh)
+    transport(batch.mesh).ready(batch.mesh)
     return exchange(sent, batch) or [torch.empty(0, device=batch.mesh.device)]
 
 
 def _leave(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
     """Leave a batch in the program that is traced."""
     keep_in_their_part(is_of_one_rank)
-    place = max(door(told.mesh).place(told.mesh), 0)
+    place = max(transport(told.mesh).place(told.mesh), 0)
     if varies(told.shapes, len(told.mesh.ranks)):
         mark_specific(told.shapes)
     if told.alone and only_alike.get():
@@ -383,7 +383,7 @@ def _leave(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
 def _begin(sent: list[Tensor], *told: Any) -> list[Tensor]:
     batch = _read(sent, *told)
     # A batch that only sends gives something to wait for, so that no compiler leaves it out.
-    return door(batch.mesh).exchange(sent, batch) or [torch.empty(0, device=batch.mesh.device)]
+    return transport(batch.mesh).exchange(sent, batch) or [torch.empty(0, device=batch.mesh.device)]
 
 
 def _begin_fake(sent: list[Tensor], *told: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""`halo_exchange`: a piece with the edges of its neighbours at its ends."""
+"""`halo_exchange`: a shard with the edges of its neighbours at its ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._torch.tensors import Function
 from ..base.argument_checks import a_tensor, flag, integer
-from ..comm import door, seen
+from ..comm import seen, transport
 from ..comm.messages import Batch
 from ..errors import OperatorError
 from ..layouts.mesh import Mesh
@@ -29,14 +29,14 @@ def halo_exchange(  # noqa: PLR0913  as many facts as a halo has
     axis: str | None = None,
     wrap: bool = False,
 ) -> Tensor:
-    """A piece with the last `before` rows of the piece before it and the first `after` rows of the one after it at its ends.
+    """A shard with the last `before` rows of the shard before it and the first `after` rows of the one after it at its ends.
 
-    Where there is no such piece the rows are zeros; with `wrap` the first piece comes after the last. The backward adds the
-    gradients of these rows to those of the pieces that they are from.
+    Where there is no such shard the rows are zeros; with `wrap` the first shard comes after the last. The backward adds the
+    gradients of these rows to those of the shards that they are from.
 
     >>> import shardwise as sw
     >>> x = sw.Bundle([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0, 5.0])])
-    >>> halo_exchange(x, 0, 1, 1, mesh=sw.init_mesh(tp=2)).pieces
+    >>> halo_exchange(x, 0, 1, 1, mesh=sw.init_mesh(tp=2)).shards
     (tensor([0., 1., 2., 3.]), tensor([2., 3., 4., 5., 0.]))
     """
     a_tensor(x, "halo_exchange: x")
@@ -85,18 +85,18 @@ class _Exchange(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         how: _Halo = ctx.how
         mesh = Mesh.read(how.mesh)
-        first, own, last = door(mesh).each(_parted, mesh, grad, how)
-        # What came from the piece before goes back to it, and is for its last rows.
+        first, own, last = transport(mesh).each(_parted, mesh, grad, how)
+        # What came from the shard before goes back to it, and is for its last rows.
         back = how.batch([first, last])
         from_after, from_before = run([first, last], back._replace(goals=back.sources, sources=back.goals))
-        return door(mesh).each(_added, mesh, own, wait(from_after), wait(from_before), how), None
+        return transport(mesh).each(_added, mesh, own, wait(from_after), wait(from_before), how), None
 
 
 def _forward(x: Tensor, how: _Halo) -> Tensor:
     mesh = Mesh.read(how.mesh)
-    last, first = door(mesh).each(_edges, mesh, x, how)
+    last, first = transport(mesh).each(_edges, mesh, x, how)
     before, after = run([last, first], how.batch([last, first]))
-    return door(mesh).each(_joined, mesh, wait(before), x, wait(after), how)
+    return transport(mesh).each(_joined, mesh, wait(before), x, wait(after), how)
 
 
 def _edges(x: Tensor, how: _Halo) -> tuple[Tensor, Tensor]:
@@ -107,8 +107,8 @@ def _edges(x: Tensor, how: _Halo) -> tuple[Tensor, Tensor]:
 def _check_rows(rows: int, dim: int, before: int, after: int) -> None:
     if rows < max(before, after):
         raise OperatorError(
-            f"halo_exchange: {before} rows before and {after} after, of a piece with {rows} rows in dim {dim}: a halo comes "
-            "from the next piece alone; use larger pieces or fewer ranks"
+            f"halo_exchange: {before} rows before and {after} after, of a shard with {rows} rows in dim {dim}: a halo comes "
+            "from the next shard alone; use larger shards or fewer ranks"
         )
 
 
@@ -138,7 +138,7 @@ torch.library.define(
 def _halo_traced(x: Tensor, *told: Any) -> Tensor:
     how = _Halo(*told[:-1])
     mesh = seen(Mesh.read(how.mesh))
-    door(mesh).ready(mesh)
+    transport(mesh).ready(mesh)
     return _halo(x, how._replace(mesh=mesh.text))
 
 

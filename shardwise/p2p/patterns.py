@@ -19,7 +19,7 @@ def shift(x: Tensor, by: int = 1, *, mesh: Mesh | None = None, axis: str | None 
 
     >>> import torch, shardwise as sw
     >>> x = sw.Bundle([torch.tensor([1.0]), torch.tensor([2.0])])
-    >>> shift(x, mesh=sw.init_mesh(pp=2), wrap=False).pieces
+    >>> shift(x, mesh=sw.init_mesh(pp=2), wrap=False).shards
     (tensor([0.]), tensor([1.]))
     """
     integer(by, "p2p.shift: by")
@@ -34,7 +34,7 @@ def permute(x: Tensor, permutation: Sequence[int], *, mesh: Mesh | None = None, 
 
     >>> import torch, shardwise as sw
     >>> x = sw.Bundle([torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])])
-    >>> permute(x, [2, 0, 1], mesh=sw.init_mesh(tp=3)).pieces
+    >>> permute(x, [2, 0, 1], mesh=sw.init_mesh(tp=3)).shards
     (tensor([2.]), tensor([3.]), tensor([1.]))
     """
     permutation = integers(permutation, "p2p.permute: permutation", -1)

@@ -48,7 +48,7 @@ def export(
     >>> x = sw.ones(5, mesh=mesh, placements=[sw.Shard(0)])
     >>> export(torch.relu, (x,), mesh, "relu.pt2")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    shardwise.errors.CompileError: input number 0: dim 0 of f32[5@tp], of size 5, falls into unequal pieces (3, 2) over tp...
+    shardwise.errors.CompileError: input number 0: dim 0 of f32[5@tp], of size 5, falls into unequal shards (3, 2) over tp...
     """
     on = Mesh.from_torch(mesh).root
     a_function(model, "export: model", "a module or a function")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._torch.aoti import open_package, tree_flatten, tree_unflatten, treespec_loads
 from ..base.argument_checks import file_to_read, instance, optional
-from ..comm import door
+from ..comm import transport
 from ..comm.watch.debug import heard
 from ..errors import CompileError, OperatorError
 from ..layouts.layout import Layout
@@ -122,7 +122,7 @@ def load_package(
     file = file_to_read(path, "load_package: path")
     source, manifest = f"package {str(file)!r}", read(file)
     on = check_world(manifest, source, given)
-    door(on).ready(on)
+    transport(on).ready(on)
     try:
         program = open_package(os.fspath(path))
     except RuntimeError as error:

@@ -1,6 +1,6 @@
 """The local program of a model for every rank of a job, traced in one process, whether the job is there or not.
 
-Tensors of the model and of the example stand on the same mesh of processes, each as one rank's piece without its values. What
+Tensors of the model and of the example stand on the same mesh of processes, each as one rank's shard without its values. What
 `sw.capture` does then gives a graph of local operators and collectives. It is called once, with an inner function that only
 makes results of the right shapes: that tells which inputs the graph takes and what becomes of its outputs.
 """
@@ -63,12 +63,12 @@ def stand_in(x: Tensor, mesh: Mesh, name: str) -> Tensor:
     if not layout.even:
         _refuse_uneven(name, layout)
     layout = layout.replace(mesh=seen(layout.mesh))
-    local = torch.zeros_like(_piece(x._local), device=layout.device)
+    local = torch.zeros_like(_shard(x._local), device=layout.device)
     found: DTensor = wrap(DTensor, local, layout)
     return nn.Parameter(found, requires_grad=False) if isinstance(x, nn.Parameter) else found
 
 
-def _piece(local: Any) -> Tensor:
+def _shard(local: Any) -> Tensor:
     return getattr(local, "pieces", (local,))[0]
 
 
@@ -201,7 +201,7 @@ def _constant(name: str, x: Tensor) -> Tensor:
     if isinstance(x, DTensor):
         raise CompileError(
             f"the function uses the DTensor {x._layout} ({name}), which is no input, parameter or buffer of the model: a "
-            "package cannot hold the pieces of all ranks; pass it, or register it as a buffer"
+            "package cannot hold the shards of all ranks; pass it, or register it as a buffer"
         )
     return x.detach().clone()
 

@@ -318,10 +318,10 @@ def _read_layout(text: str, mesh: Mesh) -> Layout:
     for factor in (factor for dim in layout.dims for factor in dim):
         parts = math.prod(sizes[axis] for axis in factor.axes)
         _require(
-            len(factor.sizes) == parts and sum(factor.sizes) == factor.size, f"{text!r}: pieces do not add up to their dim"
+            len(factor.sizes) == parts and sum(factor.sizes) == factor.size, f"{text!r}: shards do not add up to their dim"
         )
         _require(min(factor.sizes) >= 0, f"{text!r} has a negative size")
-    _require(all(kind in KINDS for _, kind in layout.partials), f"{text!r} is pending what no Partial is")
+    _require(all(kind in KINDS for _, kind in layout.partials), f"{text!r} is partial what no Partial is")
     _require(len(layout.stride) == layout.ndim and min(layout.stride, default=0) >= 0, f"{text!r} has strides of no tensor")
     _require(isinstance(layout.dtype, torch.dtype) and layout.even and layout.write() == text, f"{text!r} is no layout")
     return layout

@@ -1,6 +1,6 @@
-"""`Link`: what neighbouring stages of a pipeline send each other, piece by piece, and how the one learns what the other gives.
+"""`Link`: what neighbouring stages of a pipeline send each other, shard by shard, and how the one learns what the other gives.
 
-The rank at coordinate i of the pipeline's axis sends its piece to the rank at i + 1 that has the same coordinate along all
+The rank at coordinate i of the pipeline's axis sends its shard to the rank at i + 1 that has the same coordinate along all
 other axes, and its gradient comes back the same way.
 """
 
@@ -16,16 +16,16 @@ from torch import Tensor
 
 from .._torch.tensors import tree_leaves, tree_map_only
 from ..base.caches import memo
-from ..comm import PerRank, door
+from ..comm import PerRank, transport
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..p2p import Receive, Send, batch, peer, recv, send, wait
-from ..tensor.dtensor import DTensor, of_pieces
+from ..tensor.dtensor import DTensor, from_shards
 
 
 @dataclass(frozen=True, slots=True)  # no tuple: it is one leaf of a structure
 class Wire:
-    """A tensor that a stage gives: its layout on the stage's mesh, nothing pending, and whether a gradient comes back."""
+    """A tensor that a stage gives: its layout on the stage's mesh, nothing partial, and whether a gradient comes back."""
 
     layout: Layout
     flows: bool
@@ -95,20 +95,20 @@ class Link(NamedTuple):
         nothing = torch.empty(0, dtype=layout.dtype, device=self.mesh.device)
         with torch.no_grad():
             local = nothing if message.x is None else message.x.to_local()
-        sent = door(self.mesh).reseat(local, have, self.mesh.root, PerRank(lambda place: (0,)))
+        sent = transport(self.mesh).reseat(local, have, self.mesh.root, PerRank(lambda place: (0,)))
         ways = ([1, -1], [-1, 0]) if end == 0 else ([-1, 0], [1, -1])
         going, coming = (peer(self.mesh, permutation=way) for way in ways)
         return send(sent, going), recv(_landing(self, layout, 1 - end), layout.dtype, coming)
 
     def land(self, local: Tensor, layout: Layout, end: int) -> DTensor:
-        """The tensor of which each rank of an end received its piece."""
+        """The tensor of which each rank of an end received its shard."""
         want = self.ends[end]
         target = layout.replace(mesh=want, stride=None)
-        held = door(self.mesh).reseat(wait(local), self.mesh.root, want, PerRank(target.local_shape))
-        return of_pieces(held.detach(), target)
+        held = transport(self.mesh).reseat(wait(local), self.mesh.root, want, PerRank(target.local_shape))
+        return from_shards(held.detach(), target)
 
 
-@memo("pipeline pieces", limit=1024)
+@memo("pipeline shards", limit=1024)
 def _landing(link: Link, layout: Layout, end: int) -> tuple[tuple[int, ...], ...]:
     """For each rank of a link the shape of what it receives; nothing at the end that sends."""
     want = link.ends[end]
@@ -123,7 +123,7 @@ def announce(said: Contract | None, along: Mesh, speaker: int) -> Contract:
     """What the ranks at a coordinate of an axis say, on all ranks along it; others say None."""
     letters = b"" if said is None else pickle.dumps(said)
     mine = PerRank(lambda place: letters if along.coordinates[place] == (speaker,) else b"")
-    world, device = door(along, "pipeline"), torch.device(along.device)
+    world, device = transport(along, "pipeline"), torch.device(along.device)
     counts = world.all_reduce(world.each(_count, along, mine, device), "sum", along, along.axes)
     page = world.each(_page, along, mine, int(world.plain(counts)), device)
     return pickle.loads(bytes(world.plain(world.all_reduce(page, "sum", along, along.axes)).tolist()))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.argument_checks import a_function, a_module, choice, flag, number, optional, several
-from ..comm import PerRank, door
+from ..comm import PerRank, transport
 from ..errors import PipelineError
 from ..layouts.layout import Placements, by_axis
 from ..layouts.mesh import Mesh
@@ -115,7 +115,7 @@ class Pipeline(nn.Module):
         #: for each stage, how many microbatches this process held at most in the last step
         self.most_held: tuple[int, ...] = ()
         for index, (stage, place) in enumerate(zip(self.stages, self._places, strict=True)):
-            door(place).ready(place)
+            transport(place).ready(place)
             settle(stage, place, index)
 
     # ── training and evaluating ───────────────────────────────────────────────────────────────────────────────────────
@@ -252,7 +252,7 @@ class Recording:
 def _gathered(spans: Iterable[Span], along: Mesh) -> Timeline:
     """The spans of all ranks: clocks of ranks on several machines have to agree."""
     spans, root = list(spans), along.root
-    world = door(root, "pipeline")
+    world = transport(root, "pipeline")
     mine = PerRank(lambda place: [span for span in spans if (span.row,) == along.coordinates[place]])
     rows = world.each(_as_numbers, root, mine, torch.device(root.device))
     table = world.plain(world.all_gather(rows, root, root.axes)).tolist()

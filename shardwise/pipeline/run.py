@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from .._torch.tensors import tree_leaves, tree_map_only
-from ..comm import door
+from ..comm import transport
 from ..errors import PipelineError
 from ..layouts.mesh import Mesh
 from ..p2p import wait
 from ..random.keys import reseed
 from ..tensor.distribute import distribute
-from ..tensor.dtensor import DTensor, of_pieces
+from ..tensor.dtensor import DTensor, from_shards
 from ..tensor.toolbox import key_on
 from .link import Contract, Link, Message, Wire, announce
 from .schedule import Cell, Schedule
@@ -101,7 +101,7 @@ class Run:
             work(stage, cell.microbatch, given)
         except Exception as error:  # the ranks of other stages wait for what this one gives
             whole = stage.mesh.root
-            door(whole).report(error, whole, f"stage {stage.index} of a pipeline", alone=len(self.stages) > 1)
+            transport(whole).report(error, whole, f"stage {stage.index} of a pipeline", alone=len(self.stages) > 1)
             raise
         self.spans.append(Span(stage.index, cell.kind, cell.microbatch, start, clock()))
 
@@ -110,8 +110,8 @@ class Run:
         if stage.index == 0:
             return self.batches[microbatch]
         link, contract = self.links[stage.index - 1], self.contracts[stage.index - 1]
-        pieces = iter(self._coming.pop(("F", stage.index, microbatch)))
-        value = contract.filled(lambda wire: link.land(next(pieces), wire.layout, 1).requires_grad_(wire.flows))
+        shards = iter(self._coming.pop(("F", stage.index, microbatch)))
+        value = contract.filled(lambda wire: link.land(next(shards), wire.layout, 1).requires_grad_(wire.flows))
         return value if isinstance(value, tuple) else (value,)
 
     def _forward(self, stage: Stage, microbatch: int, given: Any) -> None:
@@ -141,8 +141,8 @@ class Run:
         if stage.index == len(self.stages) - 1:
             return None
         link, wires = self.links[stage.index], self.contracts[stage.index].flowing
-        pieces = self._coming.pop(("B", stage.index, microbatch))
-        return [link.land(piece, wire.layout, 0) for piece, wire in zip(pieces, wires, strict=True)]
+        shards = self._coming.pop(("B", stage.index, microbatch))
+        return [link.land(shard, wire.layout, 0) for shard, wire in zip(shards, wires, strict=True)]
 
     def _backward(self, stage: Stage, microbatch: int, given: list[DTensor] | None) -> None:
         inputs, outputs = self.held.pop((stage.index, microbatch))
@@ -189,7 +189,7 @@ class Run:
 
 def is_here(mesh: Mesh) -> bool:
     """Whether this rank is in a mesh."""
-    return door(mesh).place(mesh) >= 0
+    return transport(mesh).place(mesh) >= 0
 
 
 def _on(x: Tensor, mesh: Mesh) -> DTensor:
@@ -198,7 +198,7 @@ def _on(x: Tensor, mesh: Mesh) -> DTensor:
 
 
 def _reduced(x: DTensor) -> DTensor:
-    """A tensor with nothing pending: the next stage would reduce it for each of its uses."""
+    """A tensor with nothing partial: the next stage would reduce it for each of its uses."""
     return x.redistribute(placements=x.layout.reduced())
 
 
@@ -222,7 +222,7 @@ def spread(result: Any, contract: Contract, mesh: Mesh) -> Any:
     """What the last stage gave, on all ranks: outside its mesh, shapes."""
     if is_here(mesh):
         return result
-    return contract.filled(lambda wire: of_pieces(torch.empty(0, dtype=wire.layout.dtype), wire.layout))
+    return contract.filled(lambda wire: from_shards(torch.empty(0, dtype=wire.layout.dtype), wire.layout))
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def _check_on(tensor: DTensor, mesh: Mesh, what: str, index: int) -> None:
 
 
 def onto(value: Any, mesh: Mesh, placements: Placements | None) -> Any:
-    """Tensors in `value` on a mesh: plain ones by the placements, those on another mesh cut by the same axes."""
+    """Tensors in `value` on a mesh: plain ones by the placements, those on another mesh sharded by the same axes."""
     return tree_map_only(Tensor, partial(_onto, mesh=mesh, placements=placements), value)
 
 
@@ -76,7 +76,7 @@ def _onto(x: Tensor, mesh: Mesh, placements: Placements | None) -> DTensor:
 
 
 class Split:
-    """How the rows of a batch fall into microbatches: each takes as many from every piece, so that none has to move.
+    """How the rows of a batch fall into microbatches: each takes as many from every shard, so that none has to move.
 
     >>> import shardwise as sw
     >>> x = sw.distribute_tensor(torch.arange(8), sw.init_mesh(dp=2), [sw.Shard(0)])
@@ -90,12 +90,12 @@ class Split:
         if len(sizes) != 1:
             raise PipelineError(f"inputs and targets of a pipeline have one number of rows (dim 0), got {sizes or 'none'}")
         self.microbatches = microbatches
-        self.pieces = max(math.prod(x.mesh.axis_sizes[axis] for axis in x.layout.axes_of(0)) for x in several)
-        self.rows, left = divmod(sizes[0], self.pieces * microbatches)
+        self.shards = max(math.prod(x.mesh.axis_sizes[axis] for axis in x.layout.axes_of(0)) for x in several)
+        self.rows, left = divmod(sizes[0], self.shards * microbatches)
         if left or not self.rows:
             raise PipelineError(
-                f"a batch of {sizes[0]} rows, in {self.pieces} pieces, does not fall into {microbatches} equal microbatches: "
-                f"use a batch of a multiple of {self.pieces * microbatches} rows, or another number of microbatches"
+                f"a batch of {sizes[0]} rows, in {self.shards} shards, does not fall into {microbatches} equal microbatches: "
+                f"use a batch of a multiple of {self.shards * microbatches} rows, or another number of microbatches"
             )
 
     def parts(self, value: Any) -> list[Any]:
@@ -105,7 +105,7 @@ class Split:
     def _part(self, x: DTensor, index: int) -> DTensor:
         if not x.ndim:
             return x
-        return x.unflatten(0, (self.pieces, self.microbatches, self.rows)).select(1, index).flatten(0, 1)
+        return x.unflatten(0, (self.shards, self.microbatches, self.rows)).select(1, index).flatten(0, 1)
 
     def join(self, values: Sequence[Any]) -> Any:
         """What came of all microbatches as one value, with rows in the order of the batch."""
@@ -115,12 +115,12 @@ class Split:
 
     def _join(self, parts: Sequence[DTensor]) -> Tensor:
         first = parts[0]
-        if not first.ndim or first.shape[0] != self.pieces * self.rows:
+        if not first.ndim or first.shape[0] != self.shards * self.rows:
             raise PipelineError(
-                f"the last stage gives {first.layout} for a microbatch of {self.pieces * self.rows} rows: microbatches are put "
+                f"the last stage gives {first.layout} for a microbatch of {self.shards * self.rows} rows: microbatches are put "
                 "together along dim 0, which has to have as many"
             )
-        return torch.stack([part.unflatten(0, (self.pieces, self.rows)) for part in parts], 1).flatten(0, 2)
+        return torch.stack([part.unflatten(0, (self.shards, self.rows)) for part in parts], 1).flatten(0, 2)
 
 
 # ── gradients ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,7 +130,7 @@ class Split:
 def reduced_once(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Gradients of all backwards inside add up as they come; then each is reduced, and added to what was there before.
 
-    A gradient that is larger than its parameter's piece while it is pending is reduced at once, to save memory."""
+    A gradient that is larger than its parameter's shard while it is partial is reduced at once, to save memory."""
     several: list[Any] = [p for p in parameters if p.requires_grad]
     before, hooks = [p.grad for p in several], [_replace_hook(p) for p in several]
     for p in several:

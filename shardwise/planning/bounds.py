@@ -26,7 +26,7 @@ Points = dict[str, list[int]]
 def missing(have: Layout, want: Layout, pooled: tuple[str, ...] = ()) -> int:
     """Bytes of `want` that the worst rank does not hold in `have`, or the worst group over `pooled` axes not together.
 
-    What is pending is not looked at. On one mesh of more than `MOST_POINTS` ranks it is the worst of some, see `points`.
+    What is partial is not looked at. On one mesh of more than `MOST_POINTS` ranks it is the worst of some, see `points`.
 
     >>> from shardwise import Mesh, Shard, Replicate, layout
     >>> mesh = Mesh(("a",), (4,), range(4), "cpu", "simulated")
@@ -81,7 +81,7 @@ def points(mesh: Mesh, axes: tuple[str, ...], most: int = MOST_POINTS) -> Points
 
 @memo("indices", limit=4096)
 def indices(mesh: Mesh, axes: tuple[str, ...], most: int = MOST_POINTS) -> list[int]:
-    """At each point of the mesh, which shard of a dim cut by these axes a rank holds. Not to be written to."""
+    """At each point of the mesh, which shard of a dim sharded by these axes a rank holds. Not to be written to."""
     at = points(mesh, mesh.axes, most)
     found = [0] * len(at[mesh.axes[0]])
     for axis in axes:
@@ -99,7 +99,7 @@ def _at(mesh: Mesh, places: list[int]) -> Points:
 
 
 class Side(NamedTuple):
-    """A cut of one dim, and ranks that hold a part of it each, by their coordinates in its mesh."""
+    """A sharding of one dim, and ranks that hold a part of it each, by their coordinates in its mesh."""
 
     dim: Dim
     mesh: Mesh
@@ -130,7 +130,7 @@ def shares(have: Side, want: Side, pooled: Sequence[str] = ()) -> list[int]:
 
 
 def _overlaps(one: Dim, mine: list[tuple[int, ...]], other: Dim, theirs: list[tuple[int, ...]]) -> list[int]:
-    """How many indices of a dim shards of one cut share with shards of another, pair by pair."""
+    """How many indices of a dim shards of one sharded share with shards of another, pair by pair."""
     if len(one) == len(other) == 1:
         a, b = ([0, *accumulate(factor.sizes)] for factor in (one[0], other[0]))
         pairs = zip(mine, theirs, strict=True)
@@ -148,9 +148,9 @@ def _overlaps(one: Dim, mine: list[tuple[int, ...]], other: Dim, theirs: list[tu
 def lower_bound(have: Layout, want: Layout) -> int:
     """The least bytes that the worst rank must receive, whatever the algorithm, if elements travel as they are.
 
-    A rank receives what it lacks. Where pending values are reduced, each element travels at least once from all but one of
+    A rank receives what it lacks. Where partial values are reduced, each element travels at least once from all but one of
     those that hold a summand, and once more to all but one of those that want the result; some rank receives at least the
-    average of that. A value that is to be left pending may lie with any rank of its group.
+    average of that. A value that is to be left partial may lie with any rank of its group.
 
     >>> from shardwise import Mesh, Partial, Replicate, layout
     >>> mesh = Mesh(("a",), (4,), range(4), "cpu", "simulated")
@@ -167,28 +167,28 @@ def lower_bound(have: Layout, want: Layout) -> int:
     return max(-(-want.nbytes // group), _average(want, transfers, mesh.size()))
 
 
-def reductions(pending: Sequence[tuple[str, str]], want: Layout) -> int:
-    """How often each element must travel at the least, if reductions over these axes are pending; 0 if none is due.
+def reductions(partials: Sequence[tuple[str, str]], want: Layout) -> int:
+    """How often each element must travel at the least, if reductions over these axes are partial; 0 if none is due.
 
     Once from every summand that does not lie in the group where the first result is completed, and once to every other group.
     """
     mesh = want.mesh
     left = {axis for axis, _ in want.partials}
-    summands = math.prod([mesh.axis_sizes[axis] for axis, _ in pending])
-    inside = math.prod([mesh.axis_sizes[axis] for axis, _ in pending if axis in left])
+    summands = math.prod([mesh.axis_sizes[axis] for axis, _ in partials])
+    inside = math.prod([mesh.axis_sizes[axis] for axis, _ in partials if axis in left])
     copies = math.prod([n for axis, n in mesh.axis_sizes.items() if axis not in want.states])
     return summands - inside + copies - 1 if summands > inside else 0
 
 
-def carried(pending: Sequence[tuple[str, str]], want: Layout, lacking: int) -> float:
-    """The elements that ranks receive on average at the least, if groups over which the target is left pending lack so many in
-    total, each counted on every rank of the group, and what they lack is pending elsewhere.
+def carried(partials: Sequence[tuple[str, str]], want: Layout, lacking: int) -> float:
+    """The elements that ranks receive on average at the least, if groups over which the target is left partial lack so many in
+    total, each counted on every rank of the group, and what they lack is partial elsewhere.
 
     Every summand of an element travels once, or is added to one that does, and the sum once to each group that lacks it.
     """
     mesh = want.mesh
     group = math.prod([mesh.axis_sizes[axis] for axis, _ in want.partials])
-    summands = math.prod([mesh.axis_sizes[axis] for axis, _ in pending])
+    summands = math.prod([mesh.axis_sizes[axis] for axis, _ in partials])
     copies = math.prod([n for axis, n in mesh.axis_sizes.items() if axis not in want.states])
     return ((summands - 1) / copies + 1) * lacking / group / mesh.size()
 

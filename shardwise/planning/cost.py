@@ -96,12 +96,12 @@ def all_gather(nbytes: float, ranks: int, link: Link) -> float:
 
 
 def reduce_scatter(nbytes: float, ranks: int, link: Link) -> float:
-    """Each rank holds `nbytes` pending and ends with its part of the sum."""
+    """Each rank holds `nbytes` partial and ends with its part of the sum."""
     return 0.0 if ranks == 1 else link.latency + nbytes * (ranks - 1) / ranks * link.per_byte
 
 
 def all_reduce(nbytes: float, ranks: int, link: Link) -> float:
-    """Each rank holds `nbytes` pending and ends with the whole sum."""
+    """Each rank holds `nbytes` partial and ends with the whole sum."""
     return 0.0 if ranks == 1 else link.latency + 2 * nbytes * (ranks - 1) / ranks * link.per_byte
 
 
@@ -118,7 +118,7 @@ def local(nbytes: float) -> float:
 def change(have: int | str | None, want: int | str | None, nbytes: float, ranks: int, link: Link) -> float:
     """Moving one axis of `ranks` from one state to another; `nbytes` is what a rank holds now.
 
-    A state is a dim (cut), a kind (pending) or None (replicated).
+    A state is a dim (shard), a kind (partial) or None (replicated).
     """
     if have == want:
         return 0.0

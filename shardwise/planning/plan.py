@@ -1,6 +1,6 @@
 """plan(have, want): the cheapest steps that turn one layout into another, with a certificate. Pure, cached, bounded.
 
-On one mesh the steps come from `search`; between meshes what is pending is reduced first, then exactly the pieces that ranks
+On one mesh the steps come from `search`; between meshes what is partial is reduced first, then exactly the shards that ranks
 lack are transferred. Every plan is interpreted on index sets when it is made (`denote`).
 """
 
@@ -24,7 +24,7 @@ from .step import LOCAL, Step
 
 #: Ways to plan that `Plan.explain` compares with the chosen one: steps left out, and whether the memory bound is lifted.
 _OTHER_WAYS = {
-    "gather, then cut": (("all_to_all", "permute", "exchange"), True),
+    "gather, then slice": (("all_to_all", "permute", "exchange"), True),
     "no exchange": (("exchange",), False),
     "no exchange, any memory": (("exchange",), True),
     "exchange only": (("all_gather", "all_to_all", "permute", "reduce_scatter"), False),
@@ -102,12 +102,13 @@ class Plan:
 
         >>> from shardwise import Mesh, Replicate, Shard, layout
         >>> mesh = Mesh(("a", "b"), (2, 2), range(4), "cpu", "simulated")
-        >>> print(plan(layout((8, 4), mesh, [Shard(0), Shard(1)]), layout((8, 4), mesh, [Shard(1), Shard(0)])).explain())
+        >>> have, want = (layout((8, 4), mesh, [Shard(d), Shard(1 - d)]) for d in (0, 1))
+        >>> print(plan(have, want).explain())  # doctest: +ELLIPSIS
         f32[8@a, 4@b] → f32[8@b, 4@a]: 1 collective, 32 bytes received (at least 32: 1.00), peak 32 bytes, 20 µs
           permute over a,b  → f32[8@b, 4@a]  32 bytes
         Rejected:
-          gather, then cut  20.1 µs, 1 collective, 96 bytes, peak 128 (over the bound of 32): all_gather over a,b, take over a,b
-          exchange only       24 µs, 1 collective, 32 bytes, peak 32: exchange over a,b
+          gather, then slice  20.1 µs, 1 collective, 96 bytes, peak 128 (over the bound of 32): ...
+          exchange only         24 µs, 1 collective, 32 bytes, peak 32: exchange over a,b
         """
         if self.have.mesh.root is not self.want.mesh.root:
             return f"{self}\nBetween meshes only what ranks lack is transferred: there is no other way to compare with."
@@ -266,7 +267,7 @@ def _warn_of_missing_groups(steps: tuple[Step, ...], better: tuple[Step, ...] | 
 
 
 def _across(have: Layout, want: Layout, cap: int) -> tuple[Step, ...]:
-    """Reduce what is pending (and scatter it where that is cheaper), transfer, and leave pending what the target does."""
+    """Reduce what is partial (and scatter it where that is cheaper), transfer, and leave partial what the target does."""
     landed = want.reduced()
     found = []
     for middle in _reduced_ways(have):
@@ -279,7 +280,7 @@ def _across(have: Layout, want: Layout, cap: int) -> tuple[Step, ...]:
 
 
 def _reduced_ways(have: Layout) -> list[Layout]:
-    """The layouts to transfer from: nothing pending, the axes of what was either replicated or cutting one dim further."""
+    """The layouts to transfer from: nothing partial, the axes of what was either replicated or sharding one dim further."""
     pending = tuple(axis for axis, _ in have.partials)
     if not pending:
         return [have]
@@ -287,7 +288,7 @@ def _reduced_ways(have: Layout) -> list[Layout]:
     for dim, factors in enumerate(have.dims):
         if len(factors) == 1:
             parts = [have.mesh.axis_sizes[axis] for axis in pending]
-            sizes = tuple(piece for size in factors[0].sizes for piece in default_sizes(size, parts))
+            sizes = tuple(shard for size in factors[0].sizes for shard in default_sizes(size, parts))
             cut = Factor(factors[0].size, (*factors[0].axes, *pending), sizes)
             ways.append(have.replace(dims=[*have.dims[:dim], (cut,), *have.dims[dim + 1 :]], partials=()))
     return ways

@@ -67,7 +67,7 @@ def _inside(part: list[Run], of: list[Run]) -> bool:
 
 
 def _pooled(layout: Layout, dim: int, axes: tuple[str, ...]) -> Callable[[Point], list[Run]]:
-    """What each group over `axes` holds of a dim together; a piece that two of a group hold counts as an error."""
+    """What each group over `axes` holds of a dim together; a shard that two of a group hold counts as an error."""
     cuts = set(layout.axes_of(dim))
     kept = layout.mesh.sorted_axes(cuts.difference(axes))
     found: dict[tuple[int, ...], list[Run]] = {}
@@ -88,7 +88,7 @@ def _pooled(layout: Layout, dim: int, axes: tuple[str, ...]) -> Callable[[Point]
 
 
 def _every_dim(step: Step, holds: Callable[[int], bool]) -> bool:
-    """Whether something holds of every dim that a step cuts otherwise."""
+    """Whether something holds of every dim that a step shards otherwise."""
     return all(holds(dim) for dim in range(step.before.ndim) if step.before.dims[dim] != step.after.dims[dim])
 
 
@@ -121,8 +121,8 @@ def _comes_from_group(step: Step, dim: int) -> bool:
 # ── what each kind of step does ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _pending(step: Step, gone: bool = False, come: bool = False) -> bool:
-    """Whether exactly the step's axes stop or start being pending; if neither, that nothing pending changes."""
+def _partial_over(step: Step, gone: bool = False, come: bool = False) -> bool:
+    """Whether exactly the step's axes stop or start being partial; if neither, that nothing partial changes."""
     before, after = dict(step.before.partials), dict(step.after.partials)
     changed = {axis for axis in {**before, **after} if before.get(axis) != after.get(axis)}
     if not gone and not come:
@@ -142,25 +142,25 @@ def _same_cuts(step: Step) -> bool:
 
 
 def _all_reduce(step: Step) -> bool:
-    return _same_cuts(step) and _pending(step, gone=True)
+    return _same_cuts(step) and _partial_over(step, gone=True)
 
 
 def _reduce_scatter(step: Step) -> bool:
     added = {axis for dim in _changed(step) for axis in step.after.axes_of(dim)}
     added -= {axis for dim in _changed(step) for axis in step.before.axes_of(dim)}
-    return added == set(step.axes) and _pending(step, gone=True) and _every_dim(step, lambda dim: _shrinks(step, dim))
+    return added == set(step.axes) and _partial_over(step, gone=True) and _every_dim(step, lambda dim: _shrinks(step, dim))
 
 
 def _all_gather(step: Step) -> bool:
-    return _pending(step) and _every_dim(step, lambda dim: _grows(step, dim))
+    return _partial_over(step) and _every_dim(step, lambda dim: _grows(step, dim))
 
 
 def _exchange(step: Step) -> bool:
-    return _pending(step) and _every_dim(step, lambda dim: _comes_from_group(step, dim))
+    return _partial_over(step) and _every_dim(step, lambda dim: _comes_from_group(step, dim))
 
 
 def _all_to_all(step: Step) -> bool:
-    """An exchange of equal pieces: each dim only gains axes or only loses some, into pieces of one size."""
+    """An exchange of equal shards: each dim only gains axes or only loses some, into shards of one size."""
     for i in _changed(step):
         one, other = sorted((step.before.dims[i], step.after.dims[i]), key=lambda dim: len(dim[0].axes))
         if len(one) + len(other) > 2 or other[0].axes[: len(one[0].axes)] != one[0].axes:
@@ -171,8 +171,8 @@ def _all_to_all(step: Step) -> bool:
 
 
 def _permute(step: Step) -> bool:
-    """Each rank ends with a piece that some rank of its group held, and no piece is wanted by more ranks than held it."""
-    if not _pending(step):
+    """Each rank ends with a shard that some rank of its group held, and no shard is wanted by more ranks than held it."""
+    if not _partial_over(step):
         return False
     pieces = zip(step.before.dims, step.after.dims, strict=True)
     cuts = {a for layout in (step.before, step.after) for i in _changed(step) for a in layout.axes_of(i)}
@@ -188,11 +188,11 @@ def _take(step: Step) -> bool:
 
 
 def _split(step: Step) -> bool:
-    return _same_cuts(step) and _pending(step, come=True) and not any(axis in step.before.states for axis in step.axes)
+    return _same_cuts(step) and _partial_over(step, come=True) and not any(axis in step.before.states for axis in step.axes)
 
 
 def _embed(step: Step) -> bool:
-    return _pending(step, come=True) and _every_dim(step, lambda dim: _grows(step, dim))
+    return _partial_over(step, come=True) and _every_dim(step, lambda dim: _grows(step, dim))
 
 
 def _scale(step: Step) -> bool:

@@ -1,8 +1,8 @@
 """search(have, want): the cheapest steps between two layouts on one mesh, as a shortest path over layouts. Pure.
 
-A node is a cut of every dim and what is pending. Edges are the kinds of `Step` over any usable subset of the axes, so what can
-be done in one collective is one edge, whatever order the axes come in. The search is A*: what is left to receive is never less
-than what the target holds beyond what is held now, and costs one more start unless local steps suffice.
+A node is a sharding of every dim and what is partial. Edges are the kinds of `Step` over any usable subset of the axes, so what
+can be done in one collective is one edge, whatever order the axes come in. The search is A*: what is left to receive is never
+less than what the target holds beyond what is held now, and costs one more start unless local steps suffice.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def seconds(kind: str, link: Link, received: float) -> float:
     return STARTS[kind] * link.latency + received * link.per_byte
 
 
-# ── cuts of one dim, as numbers ───────────────────────────────────────────────────────────────────────────────────────
+# ── shardings of one dim, as numbers ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class Cuts:
-    """The cuts of one dim that paths go through, numbered as they turn up, so that an edge costs a few look-ups."""
+    """The shardings of one dim that paths go through, numbered as they turn up, so that an edge costs a few look-ups."""
 
     def __init__(self, have: Dim, want: Dim, mesh: Mesh, pooled: Sequence[str]) -> None:
         self._mesh, self._numbers, self._pooled = mesh, dict[Dim, int](), pooled
@@ -69,14 +69,14 @@ class Cuts:
         self.uncut = self.number((whole(self.size),))
         self.have, self.want = self.number(have), self.number(want)
         self._toward: dict[tuple[int, str], int] = {}
-        self.near = {self.uncut, self.want}  # cuts that local steps turn into the target's
+        self.near = {self.uncut, self.want}  # shardings that local steps turn into the target's
         if len(want) == 1:
             steps = [self.fewer(self.want, k) for k in range(len(want[0].axes), -1, -1)]
             self.near |= set(steps)
             self._toward = {(a, axis): b for a, axis, b in zip(steps, want[0].axes, steps[1:], strict=False)}
 
     def number(self, dim: Dim) -> int:
-        """The number of a cut."""
+        """The number of a sharding."""
         found = self._numbers.get(dim)
         if found is None:
             found = self._numbers[dim] = len(self.dims)
@@ -87,7 +87,7 @@ class Cuts:
         return found
 
     def fewer(self, cut: int, count: int) -> int:
-        """The cut without its `count` minor-most axes."""
+        """The sharding without its `count` minor-most axes."""
         found = self._fewer.get((cut, count))
         if found is None:
             factor = self.dims[cut][0]
@@ -103,12 +103,13 @@ class Cuts:
         return range(len(self.axes[cut]) + 1) if len(self.dims[cut]) == 1 else (0, len(self.axes[cut]))
 
     def more(self, cut: int, axis: str) -> int:
-        """The cut with one more axis at its minor end: into the target's pieces where that leads there, else equal chunks."""
+        """The sharding with one more axis at its minor end: into the target's shards where that leads there, else equal
+        chunks."""
         found = self._toward.get((cut, axis)) or self._more.get((cut, axis))
         if found is None:
             factor = self.dims[cut][0]
             chunks = {size: default_sizes(size, (self._mesh.axis_sizes[axis],)) for size in set(factor.sizes)}
-            sizes = tuple([piece for size in factor.sizes for piece in chunks[size]])
+            sizes = tuple([shard for size in factor.sizes for shard in chunks[size]])
             found = self._more[cut, axis] = self.number((Factor(factor.size, (*factor.axes, axis), sizes),))
         return found
 
@@ -132,7 +133,7 @@ class Cuts:
         return [max(0, min(ends[i + 1], stop) - max(ends[i], start)) for i, (start, stop) in every]
 
     def renamed(self, cut: int, axes: tuple[str, ...]) -> int:
-        """The same pieces, dealt out along other axes."""
+        """The same shards, dealt out along other axes."""
         factor = self.dims[cut][0]
         return self.number((factor._replace(axes=axes),))
 
@@ -157,7 +158,7 @@ class Space:
         self._least = min([link.per_byte for link in routes], default=0.0)
         self.start_seconds = min([link.latency for link in routes], default=0.0)
         # Links alike and exchanges at hand: from what is held, cut towards the target, one exchange brings the rest at the
-        # bound of bytes. Other cuts on the way could save a fifth of a start at most.
+        # bound of bytes. Other shardings on the way could save a fifth of a start at most.
         at_hand = "exchange" not in self.without and (every_group or not self.mesh.explicit)
         self.straight = len(set(routes)) <= 1 and at_hand and not want.partials
         self._all = self.mesh.size() <= MOST_POINTS
@@ -170,7 +171,7 @@ class Space:
         return self.have.replace(dims=[c.dims[cut] for c, cut in zip(self.cuts, node[0], strict=True)], partials=node[1])
 
     def bytes(self, cuts: Numbers) -> int:
-        """Bytes of the largest piece."""
+        """Bytes of the largest shard."""
         total = self.item
         for c, cut in zip(self.cuts, cuts, strict=True):
             total *= c.widths[cut]
@@ -180,7 +181,7 @@ class Space:
         return products([c.kept(cut) for c, cut in zip(self.cuts, cuts, strict=True)])
 
     def lacking(self, cuts: Numbers) -> tuple[int, int]:
-        """Elements of the target that a rank, or a group over which it is left pending, does not hold: at worst, and in all."""
+        """Elements of the target that a rank, or a group over which it is left partial, does not hold: at worst, and in all."""
         found = self._lacking.get(cuts)
         if found is None:
             lacks = [want - have for want, have in zip(self._wanted, self._held(cuts), strict=True)]
@@ -247,7 +248,7 @@ def _free(space: Space, node: Node) -> list[str]:
 
 
 def _exchanges(space: Space, node: Node, budget: float) -> Iterator[Edge]:
-    """Straight to the target's cuts, whatever they are."""
+    """Straight to the target's shardings, whatever they are."""
     cuts, pending = node
     goal = space.goal[0]
     if space.least("exchange", space.lacking(cuts)[0] / space.group * space.item) >= budget:
@@ -263,7 +264,7 @@ def _exchanges(space: Space, node: Node, budget: float) -> Iterator[Edge]:
 
 
 def _takes(space: Space, node: Node, budget: float) -> Iterator[Edge]:
-    """One more axis cuts a dim, or all of the target's where the dim is a product of factors."""
+    """One more axis shards a dim, or all of the target's where the dim is a product of factors."""
     cuts, pending = node
     free = _free(space, node)
     for dim, (c, cut) in enumerate(zip(space.cuts, cuts, strict=True)):
@@ -278,7 +279,7 @@ def _takes(space: Space, node: Node, budget: float) -> Iterator[Edge]:
 
 
 def _dropped(space: Space, cuts: Numbers) -> Iterator[tuple[tuple[str, ...], Numbers]]:
-    """Every choice of minor-most axes, with the cuts that remain without them."""
+    """Every choice of minor-most axes, with the shardings that remain without them."""
     for counts in product(*(c.counts(cut) for c, cut in zip(space.cuts, cuts, strict=True))):
         if any(counts):
             axes = tuple(a for c, cut, k in zip(space.cuts, cuts, counts, strict=True) if k for a in c.axes[cut][-k:])
@@ -295,7 +296,7 @@ def _gathers(space: Space, node: Node, budget: float) -> Iterator[Edge]:
 
 
 def _deals(space: Space, node: Node, budget: float) -> Iterator[Edge]:
-    """All-to-alls: minor-most axes leave their dims and cut others; exchanges where the pieces are not equal."""
+    """All-to-alls: minor-most axes leave their dims and shard others; exchanges where the shards are not equal."""
     cuts, pending = node
     held = space.bytes(cuts)
     for axes, kept in _dropped(space, cuts):
@@ -316,8 +317,8 @@ def _deals(space: Space, node: Node, budget: float) -> Iterator[Edge]:
 
 
 def _ways(space: Space, cuts: Numbers, kept: Numbers, axes: tuple[str, ...], budget: float) -> Iterator[Numbers]:
-    """The cuts that come of cutting dims by all the axes: all of them, or, where no other step could be paid after it, only the
-    one that leads to the target. A dim that loses axes gains none: its pieces would not be equal."""
+    """The shardings that come of sharding dims by all the axes: all of them, or, where no other step could be paid after it,
+    only the one that leads to the target. A dim that loses axes gains none: its shards would not be equal."""
     if budget > space.start_seconds:
         gains = tuple(len(c.dims[a]) == 1 and a == b for c, a, b in zip(space.cuts, cuts, kept, strict=True))
         ways: Iterable[Way] = _arrangements(axes, gains)
@@ -358,7 +359,7 @@ def _arrangements(axes: tuple[str, ...], gains: tuple[bool, ...]) -> tuple[Way, 
 
 
 def _permutes(space: Space, node: Node, budget: float) -> Iterator[Edge]:
-    """The same pieces on other ranks: each dim keeps its number of pieces, and other axes count them."""
+    """The same shards on other ranks: each dim keeps its number of shards, and other axes count them."""
     cuts, pending = node
     held = space.bytes(cuts)
     if space.least("permute", held) >= budget:
@@ -382,7 +383,7 @@ def _permutes(space: Space, node: Node, budget: float) -> Iterator[Edge]:
 
 
 def _target_grids(space: Space, counts: Numbers) -> Iterable[Way]:
-    """The way for axes to count so many pieces of each dim that leads to the target, if there is one."""
+    """The way for axes to count so many shards of each dim that leads to the target, if there is one."""
     found = []
     for c, count in zip(space.cuts, counts, strict=True):
         axes = c.axes[c.want]
@@ -395,7 +396,7 @@ def _target_grids(space: Space, counts: Numbers) -> Iterable[Way]:
 
 @memo("grids", limit=1024)
 def _grids(mesh: Mesh, counts: tuple[int, ...]) -> tuple[Way, ...]:
-    """Every way for axes of the mesh (of more than one rank) to count so many pieces of each dim."""
+    """Every way for axes of the mesh (of more than one rank) to count so many shards of each dim."""
     if not counts:
         return ((),)
     found = []
@@ -409,7 +410,7 @@ def _grids(mesh: Mesh, counts: tuple[int, ...]) -> tuple[Way, ...]:
 
 
 def _reduces(space: Space, node: Node, budget: float) -> Iterator[Edge]:
-    """All-reduces and reduce-scatters over any of the axes whose reduction the target does not leave pending."""
+    """All-reduces and reduce-scatters over any of the axes whose reduction the target does not leave partial."""
     cuts, pending = node
     held = space.bytes(cuts)
     due = [axis for axis, kind in pending if (axis, kind) not in space.want.partials]
@@ -427,7 +428,7 @@ def _reduces(space: Space, node: Node, budget: float) -> Iterator[Edge]:
 
 
 def _leaves(space: Space, node: Node, budget: float) -> Iterator[Edge]:
-    """Local steps that leave a value pending: of replicated axes, of axes that cut a dim, of a pending sum or average."""
+    """Local steps that leave a value partial: of replicated axes, of axes that sharding a dim, of a partial sum or average."""
     cuts, pending = node
     now = dict(pending)
     due = {axis: kind for axis, kind in space.want.partials if now.get(axis) != kind}

@@ -17,20 +17,20 @@ class Step:
     """One move from the layout `before` to the layout `after`, over the ranks along `axes` (in the order of the root mesh).
 
     One collective each, in every group over `axes`:
-    all_reduce      what is pending over `axes` is reduced
-    reduce_scatter  the same, and `axes` then cut dims (each at the minor end)
-    all_gather      `axes` cut dims (each at the minor end), and then no longer do
-    all_to_all      `axes` cut dims at their minor ends before and after, other dims or in another order, into equal pieces
-    permute         every rank gives its whole piece to one rank, since the same pieces lie elsewhere afterwards
-    exchange        any cuts to any others: every rank gets from each of its group what it lacks; `axes` cut `before`, so no
+    all_reduce      what is partial over `axes` is reduced
+    reduce_scatter  the same, and `axes` then sharded dims (each at the minor end)
+    all_gather      `axes` sharded dims (each at the minor end), and then no longer do
+    all_to_all      `axes` sharded dims at their minor ends before and after, other dims or in another order, into equal shards
+    permute         every rank gives its whole shard to one rank, since the same shards lie elsewhere afterwards
+    exchange        any layout to any other: every rank gets from each of its group what it lacks; `axes` shard `before`, so no
                     two of a group hold the same
     transfer        the same from one mesh to another; `axes` is empty
 
     Local:
     take            keep a part of what the rank holds
-    split           replicated becomes pending: one rank keeps the value, or all do where the kind allows it
-    embed           cut becomes pending: a rank's piece among identities
-    scale           a pending sum becomes a pending average, or the reverse
+    split           replicated becomes partial: one rank keeps the value, or all do where the kind allows it
+    embed           shard becomes partial: a rank's shard among identities
+    scale           a partial sum becomes a partial average, or the reverse
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Step:
 
     @property
     def bytes(self) -> int:
-        """Bytes that the worst rank receives; uneven pieces are gathered and scattered at the size of the largest."""
+        """Bytes that the worst rank receives; uneven shards are gathered and scattered at the size of the largest."""
         n = self.ranks
         match self.kind:
             case "all_reduce":

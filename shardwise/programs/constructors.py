@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import door, seen
+from ..comm import seen, transport
 from ..errors import LayoutError
 from ..layouts.layout import Layout, make_layout
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Replicate
 from ..layouts.text import as_read
 from ..tensor.distribute import distribute
-from ..tensor.dtensor import of_pieces
+from ..tensor.dtensor import from_shards
 from ..tensor.factories import Want, made_tensor
 from ..tensor.placements_given import assumed_layout
 
@@ -29,7 +29,7 @@ WAYS = ("from_local", "distribute", "new")
 def _mesh(text: str) -> Mesh:
     """The mesh of a traced program, with what a program on it needs, which may come from a cache."""
     mesh = seen(Mesh.read(text))
-    door(mesh).ready(mesh)
+    transport(mesh).ready(mesh)
     return mesh
 
 
@@ -50,12 +50,12 @@ def _from_local(  # noqa: PLR0913  as the operator
     if check and shape is None and not isinstance(wanted, Layout):
         raise LayoutError(
             f"from_local(run_check=True) of {list(x.shape)} in a compiled function: the ranks cannot compare the shapes of "
-            "their pieces there; give shape=, or leave run_check out where all pieces are equal"
+            "their shards there; give shape=, or leave run_check out where all shards are equal"
         )
     size, steps = None if shape is None else tuple(shape), None if stride is None else tuple(stride)
     layout = assumed_layout(x.shape, x.dtype, on, wanted, size, steps)
     given = as_read(grads)
-    return of_pieces(x, layout, given and make_layout(layout.shape, on, given, layout.dtype, layout.stride))
+    return from_shards(x, layout, given and make_layout(layout.shape, on, given, layout.dtype, layout.stride))
 
 
 def _distributed(x: Tensor, mesh: str, placements: str, source: int | None, library: str) -> Tensor:

@@ -1,8 +1,8 @@
 """decide(call): which layouts an operator's tensors should have, which its results then have, and what runs on each rank. Pure.
 
 A rule speaks of one mesh axis; here it is lifted to a mesh axis by axis, so the work grows with the number of axes, not with
-their product. For each axis the cheapest of a few candidates is taken: cut a letter that some input is already cut by (or one
-beside it, if it has to be whole), let a pending value pass, or replicate.
+their product. For each axis the cheapest of a few candidates is taken: shard a letter that some input is already sharded by (or
+one beside it, if it has to be whole), let a partial value pass, or replicate.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def _from_proposal(proposal: Proposal, call: Call) -> Decision:
 @dataclass(frozen=True, slots=True)
 class Bound:
     """A sentence with its letters bound: labels per tensor and per result, sizes per label, tensors linear together, those that
-    pending values pass through, labels that cannot be cut, and which results are the same on every rank whatever is cut."""
+    partial values pass through, labels that cannot be sharded, and which results are the same on every rank whatever is
+    sharded."""
 
     inputs: tuple[tuple[str | None, ...], ...]
     outputs: tuple[tuple[str | None, ...], ...]
@@ -169,7 +170,7 @@ def _bind(rule: Rule, call: Call) -> Bound:
 
 
 def _whole(rule: Rule, call: Call) -> frozenset[str]:
-    """The letters that cannot be cut in this call."""
+    """The letters that cannot be sharded in this call."""
     words = (word.partition("?") for word in rule.whole)
     return frozenset(letter for letter, _, argument in words if not argument or call.arguments[argument])
 
@@ -222,7 +223,7 @@ def _is_whole(bound: Bound, label: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What one axis could do: the state of each tensor and of each result along it, and the label it cuts."""
+    """What one axis could do: the state of each tensor and of each result along it, and the label it shards."""
 
     wants: tuple[State, ...]
     results: tuple[State, ...]
@@ -253,7 +254,7 @@ def _choose(rule: Rule, call: Call, bound: Bound, axis: str, others: dict[str, C
 
 
 def _clash(one: Candidate, other: Candidate) -> bool:
-    """Whether a tensor would be pending in two ways, whose order would matter."""
+    """Whether a tensor would be partial in two ways, whose order would matter."""
     pairs = (*zip(one.wants, other.wants, strict=True), *zip(one.results, other.results, strict=True))
     return any(isinstance(a, str) and isinstance(b, str) and a != b and {a, b} != {"sum", "avg"} for a, b in pairs)
 
@@ -263,8 +264,8 @@ def _keeps(candidate: Candidate, have: tuple[State, ...], written: int) -> bool:
 
 
 def _labels(call: Call, bound: Bound, have: tuple[State, ...], ranks: int) -> Iterable[str]:
-    """The labels that the axis may cut: those that it cuts now and, for one that has to be whole, the longest of the others,
-    which costs an exchange where replicating costs a gather."""
+    """The labels that the axis may shard: those that it shards now and, for one that has to be whole, the longest of the
+    others, which costs an exchange where replicating costs a gather."""
     for tensor, names, state in zip(call.tensors, bound.inputs, have, strict=True):
         if not isinstance(state, int) or names[state] is None:
             continue
@@ -290,8 +291,8 @@ def _cuts(rule: Rule, bound: Bound, letters: Iterable[str | None]) -> Iterable[C
 
 
 def _repeated(label: str, bound: Bound) -> bool:
-    """Whether cutting a label would add an argument once for every rank: it is added to others, none of which has the label, or
-    of which it cannot be pending, since dtypes differ."""
+    """Whether sharding a label would add an argument once for every rank: it is added to others, none of which has the label,
+    or of which it cannot be partial, since dtypes differ."""
     for group in bound.joint:
         having = [label in bound.inputs[i] for i in group]
         if not any(having) or (not all(having) and group not in bound.linear):
@@ -327,7 +328,7 @@ def _unless_same(bound: Bound, states: Iterable[State]) -> tuple[State, ...]:
 
 
 def _through(word: str, kind: str, floating: bool) -> str | None:
-    """What a pending kind becomes behind an operator that passes it by a word; None where it does not."""
+    """What a partial kind becomes behind an operator that passes it by a word; None where it does not."""
     way, _, only = word.partition(" ")
     if way in ("all", kind):
         return kind
@@ -337,20 +338,20 @@ def _through(word: str, kind: str, floating: bool) -> str | None:
 
 
 def _price(candidate: Candidate, call: Call, bound: Bound, have: tuple[State, ...], ranks: int, link: Link) -> float:
-    """Seconds to reach the candidate, to pay later for what it leaves pending, and to compute."""
+    """Seconds to reach the candidate, to pay later for what it leaves partial, and to compute."""
     seconds = 0.0
     for tensor, now, want in zip(call.tensors, have, candidate.wants, strict=True):
         if now != want:
             seconds += change(now, want, tensor.nbytes, ranks, link)
     triples = zip(call.results, bound.outputs, candidate.results, strict=True)
     pending = [_held(result, names, call, bound) for result, names, state in triples if isinstance(state, str)]
-    if pending:  # results are reduced together; what becomes pending only here meets more before it is reduced
+    if pending:  # results are reduced together; what becomes partial only here meets more before it is reduced
         seconds += (1.0 if candidate.label is None else 0.5) * all_reduce(sum(pending), ranks, link)
     return seconds + bound.work * PER_WORK / (1 if candidate.label is None else ranks)
 
 
 def _held(result: Result, names: tuple[str | None, ...], call: Call, bound: Bound) -> int:
-    """Bytes of a result on one rank, if it is cut as the tensors are now."""
+    """Bytes of a result on one rank, if it is sharded as the tensors are now."""
     size = result.dtype.itemsize
     for label, n in zip(names, result.shape, strict=True):
         held = [t.held(i.index(label)) for t, i in zip(call.tensors, bound.inputs, strict=True) if label in i]
@@ -387,7 +388,7 @@ def _dims(names: Iterable[str | None], shape: Iterable[int], dims: dict[str, Dim
 
 
 def _structure(label: str, axes: list[str], call: Call, bound: Bound) -> Dim:
-    """How the axes cut the label: as a tensor already has it (the one written to, else the largest), or in default chunks."""
+    """How the axes shard the label: as a tensor already has it (the one written to, else the largest), or in default chunks."""
     found: list[tuple[bool, int, Dim]] = []
     partly: tuple[str, ...] = ()
     for i, (tensor, names) in enumerate(zip(call.tensors, bound.inputs, strict=True)):

@@ -2,12 +2,12 @@
 
 A sentence names the dims of each tensor argument, in the order of the operator's schema, and of each result:
 
-    "m k, k n -> m n"            cut m, or n, or k (which the result lacks: it is then pending a sum)
+    "m k, k n -> m n"            shard m, or n, or k (which the result lacks: it is then Partial(sum))
     "..., ... -> ..."            any dims, broadcast from the right
     "...[dim] -> ..."            the dims that argument `dim` names are lost (kept with size 1 if the result has as many dims)
     "...[dim] -> ...[dim]"       … or kept
     "...[dim=s], t -> ...[dim=t]"   the dims that `dim` names go by a letter of their own, here s of the first argument
-    "n c -> n, ="                the second result is the same on every rank, whatever is cut
+    "n c -> n, ="                the second result is the same on every rank, whatever is sharded
 
 A tensor with fewer dims than its letters has the last of them. An argument that is absent, None or a number is skipped.
 """
@@ -48,25 +48,25 @@ class Rule:
     """Everything about one operator.
 
     sentence     inputs and outputs as patterns, or None where `function` says it
-    lost         what cutting a lost dim leaves pending; None: a lost dim cannot be cut
-    linear       sets of tensor arguments in which the operator is jointly linear: all of a set may be pending a sum
+    lost         what sharding a lost dim leaves partial; None: a lost dim cannot be sharded
+    linear       sets of tensor arguments in which the operator is jointly linear: all of a set may be Partial(sum)
     passes       kinds of Partial that go through the first argument, the others replicated: "all", one kind, "up" (max and
                  min), "down" (swapped) or None; "up float": only of floats, since integers may wrap around. A tuple: one word
                  for each tensor argument
-    together     a kind that passes where it is pending in all arguments
-    divisor      the argument that it divides by: nothing pending passes where that is the number 0
+    together     a kind that passes where it is partial in all arguments
+    divisor      the argument that it divides by: nothing partial passes where that is the number 0
     rounds       its results are rounded if they are integers, so that it is linear in floats only
-    whole        letters that cannot be cut ("[]": the named dims, "...": those of the ellipsis); "l?causal": where the
+    whole        letters that cannot be sharded ("[]": the named dims, "...": those of the ellipsis); "l?causal": where the
                  argument `causal` is true
     kernel       makes the local function where the operator itself will not do
-    program      runs on DTensors, instead of the sentence, when a letter of `whole` is cut; always where there is no sentence
+    program      runs on DTensors, instead of the sentence, if a letter of `whole` is sharded; always where there is no sentence
     function     proposes layouts where a sentence cannot say it, or gives a rule for this one call, of which the inputs are
                  all its tensors in order; where it gives None, the sentence holds
     gives        shape and dtype of each result from the arguments by name (layouts for tensors), where torch's own operator on
                  tensors without data will not do
     copies       its result is a view on one device, but not here
     zipped       its lists go element by element, so they may be split and run apart
-    unoffered    why placements that would do are not offered: "max min: why", about those with a pending max or min; "cut: why"
+    unoffered    why valid placements are not offered: "max min: why", about those with a partial max or min; "shard: why"
     static/free  arguments that enter the key by value / by type only, against the default (see `keyed_by_value`)
     """
 

@@ -2,7 +2,7 @@
 
 Each random call has a number: how many such calls there were since torch was seeded. The seed and that number give two keys,
 and an element's number is a function of these keys and of its index in the global tensor (`random/bits.py`): replicas agree,
-shards differ, a rank makes no more than its own piece, and values do not depend on how the tensor is cut.
+shards differ, a rank makes no more than its own shard, and values do not depend on how the tensor is sharded.
 
 The count lives in the state of torch's default CPU generator, in the field for a cached normal number in single precision,
 which no operator of torch reads or writes (`tests/simulated/test_random.py` tries them all). So the count starts at zero with
@@ -175,7 +175,7 @@ def _key_from(generator: Generator, mesh: Mesh | None, agree: Agree | None) -> t
     return first, second
 
 
-# ── where a piece lies ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── where a shard lies ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Side(NamedTuple):
@@ -227,34 +227,34 @@ def box(layout: Layout) -> PerRank:
     return PerRank(functools.partial(spans, layout))
 
 
-# ── one rank's piece ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one rank's shard ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def piece(draw: Draw, layout: Layout, shape: Sequence[int], box: Spans, key: Key, device: torch.device) -> Tensor:
+def draw_shard(draw: Draw, layout: Layout, shape: Sequence[int], box: Spans, key: Key, device: torch.device) -> Tensor:
     """New random numbers: those of a rank's box, in its shape."""
     out = torch.empty_strided(shape, dense_stride(shape, layout.stride), dtype=layout.dtype, device=device)
-    return fill_piece(out, draw, box, key)
+    return fill_shard(out, draw, box, key)
 
 
-def fill_piece(out: Tensor, draw: Draw, box: Spans, key: Key) -> Tensor:
-    """Random numbers into a rank's piece."""
+def fill_shard(out: Tensor, draw: Draw, box: Spans, key: Key) -> Tensor:
+    """Random numbers into a rank's shard."""
     if out.device.type == "meta":
         return out
     if not out.is_contiguous():
-        return out.copy_(fill_piece(torch.empty_like(out, memory_format=torch.contiguous_format), draw, box, key))
+        return out.copy_(fill_shard(torch.empty_like(out, memory_format=torch.contiguous_format), draw, box, key))
     kernels = triton_kernels() if out.is_cuda else None
     if kernels is None or not kernels.fill(out, recipe(draw, out.dtype), box, key):
         fill(out, draw, box, key)
     return out
 
 
-def drop_piece(x: Tensor, scale: float, keep: Draw, box: Spans, key: Key) -> tuple[Tensor, Tensor]:
-    """A rank's piece with some elements set to zero and the others scaled, and which those are."""
+def drop_shard(x: Tensor, scale: float, keep: Draw, box: Spans, key: Key) -> tuple[Tensor, Tensor]:
+    """A rank's shard with some elements set to zero and the others scaled, and which those are."""
     kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     kernels = triton_kernels() if x.is_cuda and x.is_contiguous() else None
     out = kernels.drop(x, kept, scale, recipe(keep, torch.bool), box, key) if kernels is not None else None
     if out is None:
-        fill_piece(kept, keep, box, key)
+        fill_shard(kept, keep, box, key)
         out = (x * kept).mul_(scale)
     return out, kept
 
@@ -283,7 +283,7 @@ def _key_fake(after: Tensor | None, mesh: str) -> Tensor:
 def _draw_now(key: Tensor, starts: Any, lengths: Any, strides: Any, shape: Any, *facts: Any) -> Tensor:
     dtype, device, kind, numbers = facts
     box = Spans(tuple(starts), tuple(lengths), tuple(strides))
-    return fill_piece(torch.empty(shape, dtype=dtype, device=device), Draw(kind, tuple(numbers)), box, tuple(key.tolist()))
+    return fill_shard(torch.empty(shape, dtype=dtype, device=device), Draw(kind, tuple(numbers)), box, tuple(key.tolist()))
 
 
 def _draw_fake(key: Tensor, starts: Any, lengths: Any, strides: Any, shape: Any, *facts: Any) -> Tensor:
@@ -307,7 +307,7 @@ def traced_key(mesh: Mesh, generator: Generator | None = None) -> Tensor:
     return in_order(lambda after: torch.ops.shardwise.random_key(after, text))
 
 
-def traced_piece(draw: Draw, layout: Layout, shape: Sequence[int], box: Any, key: Tensor, device: torch.device) -> Tensor:
+def traced_shard(draw: Draw, layout: Layout, shape: Sequence[int], box: Any, key: Tensor, device: torch.device) -> Tensor:
     """The same as `piece` in a traced program: one operator, or what a compiler that fuses operators needs."""
     device = torch.device(device.type)
     made, (starts, lengths, strides) = recipe(draw, layout.dtype), box

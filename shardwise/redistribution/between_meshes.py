@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, dtype
 
 from ..base.caches import memo
-from ..comm import Door, PerRank
+from ..comm import PerRank, Transport
 from ..layouts.layout import Layout, Run
 from ..layouts.mesh import Mesh
 from ..planning.step import Step
@@ -33,8 +33,8 @@ from .shards import (
 )
 
 
-def transfer(x: Tensor, step: Step, world: Door) -> Tensor:
-    """The local value of `step.after`, from that of `step.before` on another mesh; nothing is pending on either."""
+def transfer(x: Tensor, step: Step, world: Transport) -> Tensor:
+    """The local value of `step.after`, from that of `step.before` on another mesh; nothing is partial on either."""
     ranks, held, sent, send, landing, receive = _route(step)
     x = world.reseat(x, step.before.mesh, ranks, held)
     flat = world.each(_packed, ranks, x, step.before.dtype, sent)
@@ -130,12 +130,12 @@ def _share(step: Step, source: int, goal: int) -> Index | None:
 
 
 def _shards(layout: Layout, place: int) -> list[int]:
-    """What tells a rank's piece from the pieces of ranks that hold others."""
+    """What tells a rank's shard from the shards of ranks that hold others."""
     return [layout.shard(factor, place) for dim in layout.dims for factor in dim]
 
 
 def _copy(layout: Layout, place: int) -> tuple[int, int]:
-    """Which of the ranks that hold the same piece a rank is, and how many these are."""
+    """Which of the ranks that hold the same shard a rank is, and how many these are."""
     root = layout.mesh.root
     number, copies = 0, 1
     for axis, size, at in zip(root.axes, root.shape, root.coordinates[place], strict=True):
@@ -146,12 +146,12 @@ def _copy(layout: Layout, place: int) -> tuple[int, int]:
 
 def _turn(place: int, copies: int) -> int:
     """Where the shares of the rank at a place begin: where they are unequal, each copy is to send a larger one in turn. The sum
-    of the place's digits, since the ranks that want one piece may stand any number of places apart."""
+    of the place's digits, since the ranks that want one shard may stand any number of places apart."""
     return place if copies == 1 or place < copies else place % copies + _turn(place // copies, copies)
 
 
 def _slice(index: Index, number: int, parts: int) -> Index | None:
-    """One of so many equal parts of what an index holds, cut along its longest dim; None where there is nothing in it.
+    """One of so many equal parts of what an index holds, sharded along its longest dim; None where there is nothing in it.
 
     >>> _slice((((0, 3), (5, 8)), ((0, 2),)), 1, 2)
     (((5, 8),), ((0, 2),))

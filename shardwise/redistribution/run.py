@@ -1,7 +1,7 @@
 """Runs plans: takes a local value and a Plan, gives the local value of the plan's target.
 
-One function for each kind of step, all through the door. Where a program is traced that all ranks will run, the steps in which
-ranks differ become `shardwise::` operators: they hold layouts as text, and find out when they run which rank they are on.
+One function for each kind of step, all through the transport. Where a program is traced that all ranks will run, the steps in
+which ranks differ become `shardwise::` operators: they hold layouts as text, and find out when they run which rank they are on.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .._torch.tensors import collectives, is_alias, keep_alive
 from .._torch.tracer import keep_in_their_part
 from ..base.caches import memo
 from ..base.settings import Setting
-from ..comm import Door, PerRank, door
+from ..comm import PerRank, Transport, transport
 from ..comm.interception import watched
 from ..comm.policy import check
 from ..comm.processes import deferred
 from ..comm.rank_specific import is_of_one_rank
-from ..comm.transport import check_pieces
+from ..comm.transport import check_shards
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh, quote
 from ..layouts.text import Form, form_of
@@ -82,17 +82,17 @@ def check_moves(moves: Iterable[tuple[int, Layout, Layout]], inputs: Sequence[La
 
 
 def run(local: Tensor, steps: Plan, operator: str, shape: Sequence[int] | None = None) -> Tensor:
-    """Run a plan's steps through the door; `shape` is that of the global tensor where sizes are symbols."""
+    """Run a plan's steps through the transport; `shape` is that of the global tensor where sizes are symbols."""
     shape = steps.have.shape if shape is None else shape
-    world = door(steps.have.mesh, operator)
+    world = transport(steps.have.mesh, operator)
     if is_symbolic(shape) and any(_is_explicit(layout) for layout in steps.layouts):
-        shape = tuple(int(size) for size in shape)  # pieces of given sizes are of one size only
+        shape = tuple(int(size) for size in shape)  # shards of given sizes are of one size only
     if isinstance(local, AsyncTensor):
         local = local.trigger_wait()
     by = Running(world, world.traced(local), shape)
     if steps.collectives and not by.traced:
-        for line, given, pieces in world.assumed(steps.have.mesh):
-            check_pieces(world.shapes(given, steps.have.mesh), pieces, steps.have.mesh.root, line)
+        for line, given, shards in world.assumed(steps.have.mesh):
+            check_shards(world.shapes(given, steps.have.mesh), shards, steps.have.mesh.root, line)
         return watched(operator, (steps.have, steps.want), local, lambda: _run(local, steps, operator, by))
     return _run(local, steps, operator, by)
 
@@ -117,9 +117,9 @@ whole_moves: Setting[bool] = Setting("whole moves", False)
 
 
 class Running(NamedTuple):
-    """Through which door steps run, whether they are traced, and the shape of the global tensor."""
+    """Through which transport steps run, whether they are traced, and the shape of the global tensor."""
 
-    door: Door
+    transport: Transport
     traced: bool
     shape: Sequence[int]
 
@@ -136,7 +136,7 @@ def _part(part: str, x: Tensor, step: Step, by: Running) -> Tensor:
         return x
     if by.traced and (is_symbolic(by.shape) or _varies(step, part)):
         return torch.ops.shardwise.step(x, by.shape, write(step), part)
-    return by.door.each(kernel[0], step.before.mesh, x, *kernel[1:])
+    return by.transport.each(kernel[0], step.before.mesh, x, *kernel[1:])
 
 
 def _kernels(step: Step) -> dict[str, Kernel]:
@@ -175,17 +175,17 @@ def _varies(step: Step, part: str) -> bool:
 
 def _all_reduce(x: Tensor, step: Step, by: Running) -> Tensor:
     kind, scale = reduction(step)
-    return divided(by.door.all_reduce(x, kind, step.before.mesh, step.axes), scale)
+    return divided(by.transport.all_reduce(x, kind, step.before.mesh, step.axes), scale)
 
 
 def _reduce_scatter(x: Tensor, step: Step, by: Running) -> Tensor:
     kind, scale = reduction(step)
-    part = by.door.reduce_scatter(_part("before", x, step, by), kind, step.before.mesh, step.axes)
+    part = by.transport.reduce_scatter(_part("before", x, step, by), kind, step.before.mesh, step.axes)
     return divided(_part("after", part, step, by), scale)
 
 
 def _all_gather(x: Tensor, step: Step, by: Running) -> Tensor:
-    whole = by.door.all_gather(_part("before", x, step, by), step.before.mesh, step.axes)
+    whole = by.transport.all_gather(_part("before", x, step, by), step.before.mesh, step.axes)
     return _part("after", whole, step, by)
 
 
@@ -194,7 +194,7 @@ def _all_to_all(x: Tensor, step: Step, by: Running) -> Tensor:
     if swap is None or (by.traced and not step.before.even):
         return _exchange(x, step, by)
     counts = (x.numel() // step.ranks,) * step.ranks if by.traced else swap[1]
-    received = by.door.all_to_all(_part("before", x, step, by), counts, counts, step.before.mesh, step.axes)
+    received = by.transport.all_to_all(_part("before", x, step, by), counts, counts, step.before.mesh, step.axes)
     return _part("after", received, step, by)
 
 
@@ -204,15 +204,15 @@ def _exchange(x: Tensor, step: Step, by: Running) -> Tensor:
         return wait_tensor(torch.ops.shardwise.exchange(x, by.shape, write(step)))
     mesh = step.before.mesh
     lay_out, send, receive, shape, parcels, own = exchanging(step)
-    packed = by.door.each(lay_out[0], mesh, x, *lay_out[1:])
-    received = by.door.all_to_all(packed, send, receive, mesh, step.axes)
-    return by.door.each(filled, mesh, x, received, shape, parcels, own)
+    packed = by.transport.each(lay_out[0], mesh, x, *lay_out[1:])
+    received = by.transport.all_to_all(packed, send, receive, mesh, step.axes)
+    return by.transport.each(filled, mesh, x, received, shape, parcels, own)
 
 
 def _transfer(x: Tensor, step: Step, by: Running) -> Tensor:
     if by.traced:
         return wait_tensor(torch.ops.shardwise.exchange(x, by.shape, write(step)))
-    return transfer(x, step, by.door)
+    return transfer(x, step, by.transport)
 
 
 def _alone(x: Tensor, step: Step, by: Running) -> Tensor:
@@ -220,7 +220,7 @@ def _alone(x: Tensor, step: Step, by: Running) -> Tensor:
 
 
 def _scale(x: Tensor, step: Step, by: Running) -> Tensor:
-    """A pending average is over as many times the value as it has ranks."""
+    """A partial average is over as many times the value as it has ranks."""
     up, down = ranks("avg", step.after, step.axes), ranks("avg", step.before, step.axes)
     return divided(x if up == 1 else x * up, down)
 
@@ -270,7 +270,7 @@ def _fresh(out: Tensor, x: Tensor) -> Tensor:
 def _own(out: Tensor, x: Tensor, before: Mesh, after: Mesh) -> Tensor:
     if before is not after:
         return out.contiguous().clone()
-    return door(after).each(_fresh, after, out, x)
+    return transport(after).each(_fresh, after, out, x)
 
 
 def _move(x: Tensor, shape: Sequence[int], have: str, want: str, operator: str) -> Tensor:
@@ -282,21 +282,21 @@ def _move(x: Tensor, shape: Sequence[int], have: str, want: str, operator: str) 
 def _step(x: Tensor, shape: Sequence[int], text: str, part: str) -> Tensor:
     step = read(text, tuple(shape), x.dtype)
     kernel, mesh = _kernels(step)[part], step.before.mesh
-    return _own(door(mesh).each(kernel[0], mesh, x, *kernel[1:]), x, mesh, mesh)
+    return _own(transport(mesh).each(kernel[0], mesh, x, *kernel[1:]), x, mesh, mesh)
 
 
 def _exchange_now(x: Tensor, shape: Sequence[int], text: str) -> Tensor:
     step = read(text, tuple(shape), x.dtype)
-    by = Running(door(step.before.mesh), False, step.before.shape)
+    by = Running(transport(step.before.mesh), False, step.before.shape)
     return _own(_RUN[step.kind](x, step, by), x, step.before.mesh, step.after.mesh)
 
 
-# What they give, where only shapes are asked for. Sizes that are symbols are those of even pieces.
+# What they give, where only shapes are asked for. Sizes that are symbols are those of even shards.
 
 
 def _new_local(x: Tensor, shape: Sequence[int], form: str) -> Tensor:
     layout = Form.read(form).layout(shape, x.dtype)
-    return door(layout.mesh).each(x.new_empty, layout.mesh, PerRank(layout.local_shape))
+    return transport(layout.mesh).each(x.new_empty, layout.mesh, PerRank(layout.local_shape))
 
 
 def _move_fake(x: Tensor, shape: Sequence[int], have: str, want: str, operator: str) -> Tensor:
@@ -317,7 +317,7 @@ def _step_fake(x: Tensor, shape: Sequence[int], text: str, part: str) -> Tensor:
 
 
 def _laid_out(x: Tensor, shape: Sequence[int], text: str) -> Tensor:
-    """One piece behind the other; pieces of different shapes lie flat, each in the room of the largest."""
+    """One shard behind the other; shards of different shapes lie flat, each in the room of the largest."""
     layout = Form.read(text.split(" | ")[3]).layout(shape, x.dtype)
     if layout.even:
         first, *rest = layout.local_shape(0)

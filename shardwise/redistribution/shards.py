@@ -1,7 +1,7 @@
-"""Where the pieces of one tensor lie inside others: layouts and places in, views and copies of one rank's tensors out.
+"""Where the shards of one tensor lie inside others: layouts and places in, views and copies of one rank's tensors out.
 
-A group's equal pieces tile a local tensor: a `Turn` brings them into order with one permute. Pieces of any sizes meet in a few
-`Block`s, each copied at once. Knows nothing of doors.
+A group's equal shards tile a local tensor: a `Turn` brings them into order with one permute. Shards of any sizes meet in a few
+`Block`s, each copied at once. Knows nothing of transports.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from ..layouts.layout import Dim, Factor, Layout, PerRank, Run, canonical
 from ..layouts.mesh import Mesh
 
-# ── equal pieces ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── equal shards ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-#: What a local tensor is made of, major to minor: the axes over which its pieces lie, and the factors of those pieces.
+#: What a local tensor is made of, major to minor: the axes over which its shards lie, and the factors of those shards.
 Parts = list[str | Factor]
 
 
 def parts_of(coarse: Dim, fine: Dim, axes: Sequence[str], mesh: Mesh) -> Parts | None:
-    """`coarse` as a product of those of `axes` that cut it further into equal pieces of `fine`, and of these; or None.
+    """`coarse` as a product of those of `axes` that sharding it further into equal shards of `fine`, and of these; or None.
 
     >>> mesh = Mesh(("a",), (2,), range(2), "cpu", "simulated")
     >>> parts_of((Factor(8, (), (8,)),), (Factor(8, ("a",), (4, 4)),), ["a"], mesh)
@@ -60,13 +60,13 @@ class Turns(NamedTuple):
 
 
 def splits(parts: Parts, axes: Sequence[str], layout: Layout, shape: Callable[[int], tuple[int, ...]]) -> Turns:
-    """Bring a local tensor made of `parts` to one piece after another, in the order of the group over `axes`."""
+    """Bring a local tensor made of `parts` to one shard after another, in the order of the group over `axes`."""
     order = _axes_first(parts, axes)
     return Turns(_is_straight(order), PerRank(lambda place: Turn(_sizes(parts, layout, place), order, shape(place))))
 
 
 def joins(parts: Parts, axes: Sequence[str], layout: Layout, shape: Callable[[int], tuple[int, ...]]) -> Turns:
-    """The way back: one piece after another, to a local tensor made of `parts`."""
+    """The way back: one shard after another, to a local tensor made of `parts`."""
     order = _axes_first(parts, axes)
     stacked = [parts[i] for i in order]
     back = tuple(sorted(range(len(order)), key=order.__getitem__))
@@ -87,20 +87,20 @@ def _sizes(parts: Parts, layout: Layout, place: int) -> tuple[int, ...]:
 
 
 def split(x: Tensor, turn: Turn) -> Tensor:
-    """A local tensor as its pieces."""
+    """A local tensor as its shards."""
     return x.reshape(turn.sizes).permute(turn.order).reshape(turn.shape)
 
 
-def join(pieces: Tensor, turn: Turn) -> Tensor:
-    """Contiguous pieces as a local tensor: contiguous, and a view where the elements are in order already."""
-    turned = pieces.view(turn.sizes).permute(turn.order)
+def join(shards: Tensor, turn: Turn) -> Tensor:
+    """Contiguous shards as a local tensor: contiguous, and a view where the elements are in order already."""
+    turned = shards.view(turn.sizes).permute(turn.order)
     # The turned view is no answer even where it passes for contiguous: a dim of size 1 gives it strides that kernels misread.
-    return (pieces if turned.is_contiguous() else turned.contiguous()).view(turn.shape)
+    return (shards if turned.is_contiguous() else turned.contiguous()).view(turn.shape)
 
 
-# ── pieces of any sizes ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── shards of any sizes ───────────────────────────────────────────────────────────────────────────────────────────────
 
-#: The indices that a piece holds, for each dim as ascending intervals.
+#: The indices that a shard holds, for each dim as ascending intervals.
 Index = tuple[tuple[Run, ...], ...]
 
 
@@ -266,36 +266,36 @@ def cut_out(x: Tensor, shape: tuple[int, ...], shared: Sequence[Block]) -> Tenso
     return found if sizes == shape else found.view(shape)
 
 
-# ── pieces on their way ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── shards on their way ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Parcel(NamedTuple):
-    """A piece of `shape` that begins at `start` of a flat buffer, and what it shares with a rank's tensor."""
+    """A shard of `shape` that begins at `start` of a flat buffer, and what it shares with a rank's tensor."""
 
     start: int
     shape: tuple[int, ...]
     shared: tuple[Block, ...]
 
 
-def parcels_out(mine: Index, pieces: Iterable[tuple[int, Index]]) -> list[Parcel]:
-    """The pieces, each with its start in a buffer, to be filled from a tensor that holds `mine`."""
-    return [Parcel(start, shape_of(index), shared) for start, index in pieces if (shared := blocks(mine, index))]
+def parcels_out(mine: Index, shards: Iterable[tuple[int, Index]]) -> list[Parcel]:
+    """The shards, each with its start in a buffer, to be filled from a tensor that holds `mine`."""
+    return [Parcel(start, shape_of(index), shared) for start, index in shards if (shared := blocks(mine, index))]
 
 
-def parcels_in(mine: Index, pieces: Iterable[tuple[int, Index]]) -> list[Parcel]:
+def parcels_in(mine: Index, shards: Iterable[tuple[int, Index]]) -> list[Parcel]:
     """The same, to fill a tensor that holds `mine`."""
-    return [Parcel(start, shape_of(index), shared) for start, index in pieces if (shared := blocks(index, mine))]
+    return [Parcel(start, shape_of(index), shared) for start, index in shards if (shared := blocks(index, mine))]
 
 
-def in_a_row(pieces: Sequence[Index | None]) -> tuple[tuple[int, ...], list[tuple[int, Index]]]:
-    """How many elements each piece has, and where it begins in a buffer that holds one after another; None has none.
+def in_a_row(shards: Sequence[Index | None]) -> tuple[tuple[int, ...], list[tuple[int, Index]]]:
+    """How many elements each shard has, and where it begins in a buffer that holds one after another; None has none.
 
     >>> in_a_row([(((0, 2),),), None, (((5, 9),),)])
     ((2, 0, 4), [(0, (((0, 2),),)), (2, (((5, 9),),))])
     """
-    counts = [0 if index is None else math.prod(shape_of(index)) for index in pieces]
+    counts = [0 if index is None else math.prod(shape_of(index)) for index in shards]
     starts = accumulate(counts, initial=0)
-    return tuple(counts), [(start, index) for start, index in zip(starts, pieces, strict=False) if index is not None]
+    return tuple(counts), [(start, index) for start, index in zip(starts, shards, strict=False) if index is not None]
 
 
 def pack(x: Tensor, size: int, parcels: Sequence[Parcel]) -> Tensor:

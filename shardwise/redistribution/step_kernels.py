@@ -59,12 +59,12 @@ def reduction(step: Step) -> tuple[str, int]:
 
 
 def ranks(kind: str, layout: Layout, axes: Sequence[str]) -> int:
-    """The ranks along those of `axes` over which a reduction of this kind is pending."""
-    return math.prod([layout.mesh.axis_sizes[axis] for axis, pending in layout.partials if pending == kind and axis in axes])
+    """The ranks along those of `axes` over which a reduction of this kind is partial."""
+    return math.prod([layout.mesh.axis_sizes[axis] for axis, partials in layout.partials if partials == kind and axis in axes])
 
 
 def divided(x: Tensor, count: int) -> Tensor:
-    """A reduced value, divided where an average was pending."""
+    """A reduced value, divided where an average was partial."""
     if count == 1:
         return x
     return x / count if x.is_floating_point() or x.is_complex() else x // count
@@ -100,7 +100,7 @@ def _unless_straight(function: Callable[..., Tensor], turns: Turns) -> Kernel:
 
 @memo("gathers", limit=4096)
 def gathering(step: Step) -> tuple[Kernel, Kernel]:
-    """What to do with a piece before it is gathered, and with all of them afterwards."""
+    """What to do with a shard before it is gathered, and with all of them afterwards."""
     before, after, axes = step.before, step.after, step.axes
     parts = _parts(after, before, step)
     if parts is not None:
@@ -108,22 +108,22 @@ def gathering(step: Step) -> tuple[Kernel, Kernel]:
     width, along = before.nbytes // before.dtype.itemsize, _only_dim(step)
 
     def gathered(place: int) -> list[Parcel]:
-        pieces = [(i * width, index_of(before, peer)) for i, peer in enumerate(before.mesh.peers(place, axes))]
+        shards = [(i * width, index_of(before, peer)) for i, peer in enumerate(before.mesh.peers(place, axes))]
         if along is not None:
-            pieces.sort(key=lambda piece: piece[1][along])
-        return parcels_in(index_of(after, place), pieces)
+            shards.sort(key=lambda shard: shard[1][along])
+        return parcels_in(index_of(after, place), shards)
 
     return (padded, width), (put_together, PerRank(after.local_shape), PerRank(gathered), along)
 
 
 def _only_dim(step: Step) -> int | None:
-    """The dim that a step changes if it changes one only, and the pieces along that are intervals."""
+    """The dim that a step changes if it changes one only, and the shards along that are intervals."""
     changed = [dim for dim, (one, other) in enumerate(zip(step.before.dims, step.after.dims, strict=True)) if one != other]
     return changed[0] if len(changed) == 1 and len(step.before.dims[changed[0]]) == 1 else None
 
 
 def _parts(coarse: Layout, fine: Layout, step: Step) -> Parts | None:
-    """What a local tensor of `coarse` is made of if the pieces of `fine` in a group are equal."""
+    """What a local tensor of `coarse` is made of if the shards of `fine` in a group are equal."""
     every = [parts_of(one, other, step.axes, coarse.mesh) for one, other in zip(coarse.dims, fine.dims, strict=True)]
     return _together([parts or [] for parts in every], step) if None not in every else None
 
@@ -196,9 +196,9 @@ def filled(x: Tensor, received: Tensor, shape: tuple[int, ...], parcels: Sequenc
 
 
 def _pairing(step: Step, held: PerRank, wanted: PerRank) -> Callable[[int, int], bool]:
-    """Whether a rank gives its piece to another, in groups where each wants the whole piece of some rank.
+    """Whether a rank gives its shard to another, in groups where each wants the whole shard of some rank.
 
-    Who has the piece already keeps it; those who want it get it from those who do not, each from another as far as they go.
+    Who has the shard already keeps it; those who want it get it from those who do not, each from another as far as they go.
     """
     known: dict[tuple[int, ...], dict[int, int]] = {}
 
@@ -242,12 +242,12 @@ def _own(step: Step) -> PerRank:
 @memo("splits", limit=4096)
 def splitting(step: Step) -> Kernel:
     """How one rank keeps the value and the others what leaves it as it is; nothing where all may keep it."""
-    mesh, pending = step.before.mesh, dict(step.after.partials)
-    axes = [mesh.axes.index(axis) for axis in step.axes if pending[axis] in NEUTRAL]
+    mesh, partials = step.before.mesh, dict(step.after.partials)
+    axes = [mesh.axes.index(axis) for axis in step.axes if partials[axis] in NEUTRAL]
     if not axes:
         return ()
     first = PerRank(lambda place: not any(mesh.coordinates[place][i] for i in axes))
-    return _keep, first, NEUTRAL[pending[mesh.axes[axes[0]]]]
+    return _keep, first, NEUTRAL[partials[mesh.axes[axes[0]]]]
 
 
 def _keep(x: Tensor, mine: bool, fill: int) -> Tensor:
@@ -256,7 +256,7 @@ def _keep(x: Tensor, mine: bool, fill: int) -> Tensor:
 
 @memo("embeddings", limit=4096)
 def embedding(step: Step) -> Kernel:
-    """How to put a piece among what changes nothing."""
+    """How to put a shard among what changes nothing."""
     kind = dict(step.after.partials)[step.axes[0]]
     fill, scale = identity(kind, step.after.dtype), ranks("avg", step.after, step.axes)
     return _among, PerRank(step.after.local_shape), _own(step), fill, scale

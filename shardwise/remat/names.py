@@ -95,7 +95,7 @@ def version(x: Tensor) -> int:
 def _members(x: Any) -> tuple[Tensor, ...]:
     """The tensors that a tensor of a subclass wraps."""
     if isinstance(x, Bundle):
-        return x.pieces
+        return x.shards
     if isinstance(x, DTensor):
         return (x._local,)
     return tuple(getattr(x, name) for name in x.__tensor_flatten__()[0]) if is_wrapper(type(x)) else ()
@@ -331,7 +331,7 @@ def size_of(x: Tensor) -> int:
     if isinstance(x, DTensor):
         layout = x.layout
         return x.element_size() * max(math.prod(layout.local_shape(place)) for place in range(len(layout.mesh.ranks)))
-    return x.element_size() * max(piece.numel() for piece in (x.pieces if isinstance(x, Bundle) else (x,)))
+    return x.element_size() * max(shard.numel() for shard in (x.shards if isinstance(x, Bundle) else (x,)))
 
 
 def facts_of_tensor(x: Tensor) -> tuple[Any, ...]:

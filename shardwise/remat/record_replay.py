@@ -1,7 +1,7 @@
 """What watches the two runs of a block: `Record` the first, and keeps what the policy says; `Replay` the second, and gives it
 back.
 
-Both see every operator before it runs (on DTensors, not on their pieces), every move of a DTensor, and every compiled region as
+Both see every operator before it runs (on DTensors, not on their shards), every move of a DTensor, and every compiled region as
 one operator. Neither changes what an operator gives.
 """
 

@@ -16,15 +16,15 @@ In the order of imports, which go down only:
     pooling         rows: pooling
     spatial         rows: convolution, interpolation, padding, sampling, columns
     recurrent       rows: fused recurrent layers and cells
-    reduction       rows: reductions, also over cut dims and empty shards
+    reduction       rows: reductions, also over sharded dims and empty shards
     scan            rows: running sums, products and extremes
     sorting         rows: sorting, searching, counting
     linalg          rows: linear algebra of matrices, distances
     fourier         rows: Fourier transforms
     normalisation   rows: softmax and normalisation
     foreach         rows: lists of tensors, element by element: foreach and fused optimizers
-    halo            the rows that windows along a cut dim need of other ranks' pieces
-    windows         rows: convolution and pooling where the plane is cut
+    halo            the rows that windows along a sharded dim need of other ranks' shards
+    windows         rows: convolution and pooling where the plane is sharded
     ring_attention  `ring_attention`: keys and values go round
     flex_attention  flex attention on DTensors
     composites      operators that torch takes apart too early: `one_hot`, `tensor_split`, packed sequences, some with `out=`

@@ -1,6 +1,6 @@
-"""Scaled dot product attention: batch and heads may be cut, and the queries of the CPU's operator where it is not causal.
+"""Scaled dot product attention: batch and heads may be sharded, and the queries of the CPU's operator where it is not causal.
 
-Keys with fewer heads than queries serve groups of them (`enable_gqa`): heads are then cut by whole groups. With dropout the
+Keys with fewer heads than queries serve groups of them (`enable_gqa`): heads are then sharded by whole groups. With dropout the
 operators draw random numbers of their own, so all runs whole on every rank, from one seed.
 """
 
@@ -63,7 +63,7 @@ def _zeros(value: Any, device: torch.device) -> Any:
 
 
 def _by_group(inputs: Patterns, outputs: Patterns, call: Call) -> Proposal | None:
-    """Cut batch, or whole groups of query heads (h) with the key heads that serve them (g)."""
+    """Shard batch, or whole groups of query heads (h) with the key heads that serve them (g)."""
     if call["dropout_p"]:
         return None if call.name.endswith("backward") else Proposal((), (), program=seeded)
     query, heads, groups = call["query"], call["query"].shape[1], call["key"].shape[1]
@@ -89,7 +89,8 @@ def _by_group(inputs: Patterns, outputs: Patterns, call: Call) -> Proposal | Non
 
 
 def _axes(call: Call, names: list[tuple[str, ...]]) -> dict[str, list[str]]:
-    """The axes that cut the batch and those that cut heads: as the query has it now, else the key, else any other tensor."""
+    """The axes that sharding the batch and those that sharding heads: as the query has it now, else the key, else any other
+    tensor."""
     found: dict[str, list[str]] = {"b": [], "h": []}
     first = (call["query"], call["key"])
     order = sorted(zip(call.tensors, names, strict=True), key=lambda item: item[0] not in first)
@@ -117,7 +118,7 @@ def _times(factor: Factor, count: int) -> Factor:
 
 
 def _placed(shape: Sequence[int], letters: Sequence[str], dims: dict[str, Dim]) -> list[Dim]:
-    """Each dim as its letter is cut; whole where it has another size (1, in a mask)."""
+    """Each dim as its letter is sharded; whole where it has another size (1, in a mask)."""
     placed: list[Dim] = [(whole(n),) for n in shape]
     for i, letter in enumerate(letters):
         if letter in dims and math.prod(factor.size for factor in dims[letter]) == shape[i]:

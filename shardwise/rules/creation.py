@@ -17,7 +17,7 @@ from ..propagation.table import rule
 
 
 def _like(call: Call) -> Proposal:
-    """Cut as the argument is; nothing is pending, since every rank fills in the value itself."""
+    """Shard as the argument is; nothing is partial, since every rank fills in the value itself."""
     layout, one = call.tensors[0], call.results[0]
     return Proposal((layout,), (Layout.of(layout.mesh, layout.dims, (), one.dtype, one.stride),))
 
@@ -26,7 +26,7 @@ rule("empty_like zeros_like ones_like full_like", function=_like)
 
 
 def _new(call: Call) -> Proposal:
-    """Replicated; cut as the argument is where the shape is the same (autograd asks for the memory of gradients so)."""
+    """Replicated; sharded as the argument is where the shape is the same (autograd asks for the memory of gradients so)."""
     layout, one = call.tensors[0], call.results[0]
     if layout.states and one.shape == tuple(layout.shape):
         out = Layout.of(layout.mesh, layout.dims, (), one.dtype, one.stride)
@@ -57,7 +57,7 @@ def _fits(tools: Any, op: Any, tangent: Any, primal: Any) -> bool:
     """Whether a tangent may stay as it is: a plain one is spread as its primal is."""
     if is_traced_whole(tangent) or is_traced_whole(primal):
         raise OperatorError(
-            f"{tangent!r} is an input of make_fx (which torch.func.linearize uses), and that sees a DTensor's pieces as "
+            f"{tangent!r} is an input of make_fx (which torch.func.linearize uses), and that sees a DTensor's shards as "
             "constants; take torch.func.jvp for each tangent, or trace with shardwise.capture"
         )
     both = tools.is_distributed(tangent) and tools.is_distributed(primal)
@@ -73,7 +73,7 @@ rule("_has_same_storage_numel", program=_fits)
 
 
 def _zero_tangent(call: Call) -> Proposal:
-    """Where the tangent lies, pending or not, if it is not whole; else where the primal does."""
+    """Where the tangent lies, partial or not, if it is not whole; else where the primal does."""
     (tangent, primal), one = call.tensors, call.results[0]
     batch = [(whole(n),) for n in one.shape[: call["self_num_batch_dims"]]]
     dims, partials = (tangent.dims, tangent.partials) if tangent.states else ((*batch, *primal.dims), ())

@@ -1,5 +1,5 @@
-"""Looking up rows of a table: rows cut leave a pending sum, of which each rank gives what it holds. Also bags of rows: columns
-may be cut, and rows too unless the largest of a bag is asked for.
+"""Looking up rows of a table: rows shard leave a partial sum, of which each rank gives what it holds. Also bags of rows:
+columns may be sharded, and rows too unless the largest of a bag is asked for.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from ..layouts.layout import Layout, make_layout, whole
 from ..layouts.placement import Replicate
 from ..propagation.notation import Call, Proposal
 from ..propagation.table import rule
-from .shard_position import OUTSIDE, Piece, at_least_one, keep
+from .shard_position import OUTSIDE, ShardPosition, at_least_one, keep
 
 
 def _rows(call: Call, wants: Sequence[Layout]) -> Any:
     """Look up the rows that this rank holds; the others are zero."""
     if not wants[0].axes_of(0):
         return None
-    piece, op = Piece(wants[0], 0), call.op
+    shard, op = ShardPosition(wants[0], 0), call.op
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
-        (weight, indices, *rest), numbers = piece.split(args)
-        position, mine = piece.local(indices, numbers)
+        (weight, indices, *rest), numbers = shard.split(args)
+        position, mine = shard.local(indices, numbers)
         try:
             found: Tensor = op(at_least_one(weight, 0), position, *rest, **kwargs)
         except (IndexError, RuntimeError) as error:
-            raise piece.naming(error, indices) from None
+            raise shard.naming(error, indices) from None
         return keep(found, mine[..., None])
 
-    return kernel, *piece.numbers
+    return kernel, *shard.numbers
 
 
 rule("embedding", "v d, ... -> ... d", linear=((0,),), passes="all", kernel=_rows)
@@ -42,7 +42,7 @@ rule("embedding_dense_backward", "... d, ... -> v d", linear=((0,),), whole="...
 
 def _refuse_sparse(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     raise OperatorError(
-        f"{op} makes a sparse tensor of DTensors, which are strided; embedding(…, sparse=False) gives a gradient that is cut "
+        f"{op} makes a sparse tensor of DTensors, which are strided; embedding(…, sparse=False) gives a sharded gradient "
         "as its table is"
     )
 
@@ -65,7 +65,7 @@ def _bags(tools: Any, op: Any, weight: Any, indices: Any, offsets: Any, *rest: A
     rows = have.dims[0] if mode != MAX and len(have.dims[0]) == 1 else (whole(have.shape[0]),)
     pending = [item for item in have.partials if mode != MAX and item[1] in ("sum", "avg")]
     held = have.replace(dims=[rows, have.dims[1]], partials=pending)
-    kernel = _own_rows(op, words, Piece(held, 0)) if held.axes_of(0) else _all_rows(op, words)
+    kernel = _own_rows(op, words, ShardPosition(held, 0)) if held.axes_of(0) else _all_rows(op, words)
     outs = tools.each(kernel, mesh, tools.move(weight, held), *plain, tools.offset(held, 0))
     summed = [*pending, *((axis, "sum") for axis in held.axes_of(0))]
     bags = Layout.of(mesh, [[whole(outs[0].shape[0])], held.dims[1]], summed, held.dtype)
@@ -82,7 +82,7 @@ def _all_rows(op: Any, words: list[Any]) -> Any:
     return kernel
 
 
-def _own_rows(op: Any, words: list[Any], piece: Piece) -> Any:
+def _own_rows(op: Any, words: list[Any], shard: ShardPosition) -> Any:
     """Rows of other ranks weigh nothing. What comes beside the bags is made of a table of two rows: padding, and not."""
     scale, mode, sparse, last, padding = words
 
@@ -90,13 +90,13 @@ def _own_rows(op: Any, words: list[Any], piece: Piece) -> Any:
         position = indices - start
         counts = indices != padding
         mine = (position >= 0) & (position < weight.shape[0]) & counts
-        elsewhere = torch.where((indices < 0) | (indices >= piece.size), OUTSIDE, 0)
+        elsewhere = torch.where((indices < 0) | (indices >= shard.size), OUTSIDE, 0)
         position = torch.where(mine, position, elsewhere).to(indices.dtype)
         weights = mine.to(weight.dtype) if samples is None else keep(samples, mine)
         try:
             bags = op(at_least_one(weight, 0), position, offsets, scale, SUM, sparse, weights, last, -1)[0]
         except RuntimeError as error:
-            raise piece.naming(error, indices) from None
+            raise shard.naming(error, indices) from None
         few = weight.new_ones(2, 1), counts.to(indices.dtype)
         _, *others = op(*few, offsets, scale, mode, sparse, samples, last, 0 if padding >= 0 else -1)
         if mode == MEAN:
@@ -113,15 +113,15 @@ def _bag_rows(call: Call, wants: Sequence[Layout]) -> Any:
     """The gradient of the weights of the rows that this rank holds; that of the others is zero."""
     if not wants[1].axes_of(0):
         return None
-    piece, op = Piece(wants[1], 0), call.op
+    shard, op = ShardPosition(wants[1], 0), call.op
 
     def kernel(*args: Any) -> Tensor:
-        (grad, weight, indices, *rest), numbers = piece.split(args)
-        position, mine = piece.local(indices, numbers)
+        (grad, weight, indices, *rest), numbers = shard.split(args)
+        position, mine = shard.local(indices, numbers)
         padding = rest[3] if len(rest) > 3 else -1
         return keep(op(grad, at_least_one(weight, 0), position, *rest[:3]), mine & (indices != padding))
 
-    return kernel, *piece.numbers
+    return kernel, *shard.numbers
 
 
 def _dense_only(call: Call) -> Proposal | None:

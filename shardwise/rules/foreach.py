@@ -38,7 +38,7 @@ def _columns(call: Call) -> Iterator[tuple[Layout, ...]]:
 
 
 def _aligned(lead: Layout, column: Sequence[Layout]) -> list[Layout] | None:
-    """The column with every tensor cut as the lead and single numbers replicated; None where shapes broadcast otherwise."""
+    """The column with every tensor sharded as the lead and single numbers replicated; None where shapes broadcast otherwise."""
     if any(t.shape != lead.shape and math.prod(t.shape) != 1 for t in column):
         return None
     return [t.replace(dims=lead.dims, partials=()) if t.shape == lead.shape else t.replicated() for t in column]
@@ -105,7 +105,7 @@ rule("_foreach_addcdiv.Tensor _foreach_addcmul.Tensor", program=_one_by_one, zip
 
 
 def _norms(tools: Any, op: Any, tensors: Sequence[Any], order: float = 2, dtype: Any = None) -> list[Any]:
-    """The norms of many tensors with one reduction for all that are cut by the same axes."""
+    """The norms of many tensors with one reduction for all that are sharded by the same axes."""
     if order in (float("inf"), float("-inf"), 0):
         return [aten.linalg_vector_norm.default(x, order, None, False, dtype=dtype) for x in tensors]
     groups: dict[Layout, list[int]] = {}
@@ -135,11 +135,11 @@ rule("_foreach_norm", program=_norms, zipped=True)
 
 
 def _fused(call: Call) -> Proposal:
-    """Every list is written as the parameters are cut; the step counts are single numbers."""
+    """Every list is written as the parameters are sharded; the step counts are single numbers."""
     wanted = []
     for column in _columns(call):
         if column[0].partials:
-            raise OperatorError(f"{call.name}: parameter {column[0]} is pending a reduction; make it Replicate() first")
+            raise OperatorError(f"{call.name}: parameter {column[0]} is partial a reduction; make it Replicate() first")
         aligned = _aligned(column[0], column)
         if aligned is None:
             raise OperatorError(f"{call.name}: the state of parameter {column[0]} has another shape: {column[1:]}")
@@ -177,7 +177,7 @@ rule("_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_", function=_fused, 
 
 
 def _unscale(tools: Any, op: Any, grads: Sequence[Any], found: Tensor, inverse: Tensor) -> None:
-    """Each rank scales its pieces; what is not finite in any of them is found on every rank."""
+    """Each rank scales its shards; what is not finite in any of them is found on every rank."""
     mesh = tools.layout(grads[0]).mesh
     whole = [tools.move(grad, tools.layout(grad).reduced()) for grad in grads]
     cut = dict.fromkeys(axis for grad in whole for axis in tools.layout(grad).states)

@@ -1,4 +1,4 @@
-"""Fourier transforms: the dims that are transformed are whole, the others may be cut; all are linear.
+"""Fourier transforms: the dims that are transformed are whole, the others may be sharded; all are linear.
 
 A transform of several dims is one of some of them and then of the rest, so that only some have to be whole at a time.
 """
@@ -20,14 +20,14 @@ aten = torch.ops.aten
 
 
 def _stepwise(call: Call) -> Proposal | None:
-    """In two steps where some, but not all, of the dims are cut; the last dim is the one that is real on one side."""
+    """In two steps where some, but not all, of the dims are sharded; the last dim is the one that is real on one side."""
     layout, dims = call.tensors[0], call.dims("dim")
     cut = [d for d in dims if layout.axes_of(d)]
     return Proposal((), (), program=_STEPS[call.name]) if cut and len(dims) > 1 and call["dim"] else None
 
 
 def _apart(tools: Any, x: Any, dims: list[int]) -> tuple[list[int], list[int]]:
-    """The dims that are not cut and those that are; one and the rest where all are."""
+    """The dims that are not sharded and those that are; one and the rest where all are."""
     layout = tools.layout(x)
     here = [d for d in dims if not layout.axes_of(d % x.ndim)] or dims[:1]
     return here, [d for d in dims if d not in here]

@@ -1,7 +1,7 @@
 """Gather and scatter along a dim, triangles, and the gradients of slices.
 
-Reading along a cut dim, each rank gives what it holds and zero for the rest: a pending sum. Writing along a cut dim, each rank
-writes to a spare row what falls to another.
+Reading along a sharded dim, each rank gives what it holds and zero for the rest: a partial sum. Writing along a sharded dim,
+each rank writes to a spare row what falls to another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .._torch.tensors import decompositions
 from ..layouts.layout import Factor, Layout, PerRank, cut
 from ..propagation.notation import Call, Proposal
 from ..propagation.table import rule
-from .shard_position import Piece, at_least_one, indices, keep, padded
+from .shard_position import ShardPosition, at_least_one, indices, keep, padded
 
 aten = torch.ops.aten
 
@@ -37,20 +37,20 @@ def _read(call: Call, wants: Sequence[Layout]) -> Any:
     dim = _dim(call)
     if not _is_cut(wants[0], dim):
         return None
-    piece, op = Piece(wants[0], dim), call.op
+    shard, op = ShardPosition(wants[0], dim), call.op
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
-        (x, _, index, *rest), numbers = piece.split(args)
-        position, mine = piece.local(index, numbers)
+        (x, _, index, *rest), numbers = shard.split(args)
+        position, mine = shard.local(index, numbers)
         try:
             found: Tensor = op(at_least_one(x, dim), dim, position, *rest, **kwargs)
         except (IndexError, RuntimeError) as error:
-            raise piece.naming(error, index) from None
+            raise shard.naming(error, index) from None
         if mine.ndim < found.ndim:
             mine = mine.view([-1 if i == dim else 1 for i in range(found.ndim)])
         return keep(found, mine)
 
-    return kernel, *piece.numbers
+    return kernel, *shard.numbers
 
 
 def _write(call: Call, wants: Sequence[Layout]) -> Any:
@@ -58,19 +58,19 @@ def _write(call: Call, wants: Sequence[Layout]) -> Any:
     dim = _dim(call)
     if not _is_cut(wants[0], dim):
         return None
-    piece, op, in_place = Piece(wants[0], dim), call.op, call.written is not None
+    shard, op, in_place = ShardPosition(wants[0], dim), call.op, call.written is not None
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
-        (x, _, index, *rest), numbers = piece.split(args)
+        (x, _, index, *rest), numbers = shard.split(args)
         length = x.shape[dim]
-        position, _ = piece.local(index, numbers, elsewhere=length)
+        position, _ = shard.local(index, numbers, elsewhere=length)
         try:
             out: Tensor = op(padded(x, dim), dim, position, *rest, **kwargs).narrow(dim, 0, length)
         except (IndexError, RuntimeError) as error:
-            raise piece.naming(error, index) from None
+            raise shard.naming(error, index) from None
         return x.copy_(out) if in_place else out.contiguous()
 
-    return kernel, *piece.numbers
+    return kernel, *shard.numbers
 
 
 # ── where sizes differ ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -135,7 +135,8 @@ def _with_one_index(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _if_without_dims(call: Call) -> Proposal | None:
-    """A tensor without dims is indexed whole: its one row has no dim that could be cut. An index without dims is one of one."""
+    """A tensor without dims is indexed whole: its one row has no dim that could be sharded. An index without dims is one of
+    one."""
     first, one = call.tensors[0], call.results[0]
     if first.ndim:
         return None if call["index"].ndim else Proposal((), (), program=_with_one_index)
@@ -157,7 +158,7 @@ _rows = partial(rule, function=_if_without_dims)
 _rows("index_select", "...[dim=s], t -> ...[dim=t]", linear=((0,),), passes="all", kernel=_read)
 
 #: Why placements that would do for what is written to are not offered.
-WRITTEN = "sum max min product cut: only of some reductions, values or indices, or of several arguments at a time"
+WRITTEN = "sum max min product shard: only of some reductions, values or indices, or of several arguments at a time"
 _scatter = partial(rule, kernel=_write, function=_if_sizes_differ(_scatter_corner), unoffered=WRITTEN)
 _scatter("scatter.src", "...[dim=s], ...[dim=t], ...[dim=t] -> ...[dim=s]", linear=((0, 2),), whole="t", lost=None)
 _scatter("scatter.value", "...[dim=s], ...[dim=t] -> ...[dim=s]", whole="t", lost=None)
@@ -191,7 +192,7 @@ def _triangle(call: Call, wants: Sequence[Layout]) -> Any:
     layout, diagonal, in_place = wants[0], call["diagonal"], call.written is not None
     if not (layout.axes_of(-2) or layout.axes_of(-1)):
         return None
-    rows, columns = Piece(layout, layout.ndim - 2), Piece(layout, layout.ndim - 1)
+    rows, columns = ShardPosition(layout, layout.ndim - 2), ShardPosition(layout, layout.ndim - 1)
     lower = "tril" in call.name
 
     def kernel(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -223,7 +224,7 @@ def _select_backward(call: Call) -> Proposal:
 
 
 def _slice_backward(call: Call) -> Proposal:
-    """Each rank keeps what it has of the slice, in a piece of the whole that holds it."""
+    """Each rank keeps what it has of the slice, in a shard of the whole that holds it."""
     grad, one, dim = call.tensors[0], call.results[0], int(call["dim"]) % call.tensors[0].ndim
     size, step = one.shape[dim], int(call["step"])
     start, *_ = indices(call["start"], call["end"], step, size)
@@ -246,7 +247,7 @@ def _starts(factor: Factor) -> list[int]:
 
 
 def _around(factor: Factor, size: int, start: int, step: int, layout: Layout) -> Factor:
-    """A cut of the whole in which each shard of the slice lies in its shard: the default one, else with no gap between."""
+    """A sharding of the whole in which each shard of the slice lies in its shard: the default one, else with no gap between."""
     if not factor.axes:
         return Factor(size, (), (size,))
     first = [start + begin * step for begin in _starts(factor)]

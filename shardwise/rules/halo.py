@@ -1,7 +1,8 @@
-"""`Halo`: the rows that windows along a cut dim need of other ranks' pieces; brought before an operator, given back after it.
+"""`Halo`: the rows that windows along a sharded dim need of other ranks' shards; brought before an operator, given back after
+it.
 
 A rank's *stretch* is every row that its windows look at, padding included: its own rows, those that others send it, and rows
-outside of the tensor, which are zeros until they are filled. Reads local values and cuts; knows nothing of operators.
+outside of the tensor, which are zeros until they are filled. Reads local values and shardings; knows nothing of operators.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base.caches import memo
-from ..comm import door
+from ..comm import transport
 from ..comm.messages import Batch
 from ..layouts.layout import Factor, Layout, Number, PerRank, Run, default_sizes
 from ..layouts.mesh import Mesh
@@ -34,14 +35,14 @@ class Windows(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows of a piece or of a stretch: the first, and how many."""
+    """Rows of a shard or of a stretch: the first, and how many."""
 
     first: int
     rows: int
 
 
 class Message(NamedTuple):
-    """What each shard sends to the one `shift` further: which rows of its piece; and where in the other's stretch they go."""
+    """What each shard sends to the one `shift` further: which rows of its shard; and where in the other's stretch they go."""
 
     shift: int
     given: tuple[Part, ...]
@@ -139,37 +140,37 @@ def halo(dim: int, held: Factor, sizes: tuple[int, ...], windows: Windows) -> Ha
     >>> halo(0, Factor(8, ("tp",), (4, 4)), (4, 4), Windows(1, 1, 3, 8)).messages[1]
     Message(shift=1, given=(Part(first=3, rows=1), Part(first=3, rows=1)), taken=(Part(first=0, rows=1), Part(first=0, rows=1)))
     """
-    pieces, needs = intervals(held.sizes), _needs(held, sizes, windows)
+    shards, needs = intervals(held.sizes), _needs(held, sizes, windows)
     stretches = []
-    for (start, stop), piece, need in zip(intervals(sizes), pieces, needs, strict=True):
+    for (start, stop), shard, need in zip(intervals(sizes), shards, needs, strict=True):
         first = start * windows.stride - windows.pad
         rows = (max(stop - start, 1) - 1) * windows.stride + windows.span
-        both = _common(piece, need)
-        own = Part(both[0] - piece[0], _length(both)) if _length(both) else Part(0, 0)
+        both = _common(shard, need)
+        own = Part(both[0] - shard[0], _length(both)) if _length(both) else Part(0, 0)
         stretches.append(Stretch(first, rows, own, both[0] - first if own.rows else 0))
-    shifts = [*range(1 - len(pieces), 0), *range(1, len(pieces))]
-    messages = [found for shift in shifts if (found := _message(shift, pieces, needs, stretches))]
+    shifts = [*range(1 - len(shards), 0), *range(1, len(shards))]
+    messages = [found for shift in shifts if (found := _message(shift, shards, needs, stretches))]
     outside = any(stretch.rows > _length(need) for stretch, need in zip(stretches, needs, strict=True))
     return Halo(dim, held, tuple(stretches), tuple(messages), _lacking(held, sizes, windows)[0], outside)
 
 
-def _message(shift: int, pieces: Sequence[Run], needs: Sequence[Run], stretches: Sequence[Stretch]) -> Message | None:
+def _message(shift: int, shards: Sequence[Run], needs: Sequence[Run], stretches: Sequence[Stretch]) -> Message | None:
     """What goes `shift` shards further; None where nothing does.
 
-    A shard at the end of the axis, which has no such neighbour, cuts out what the others do and sends it to nobody, and takes
-    zeros for rows outside, wherever this makes all shards do the same: then one traced program serves them all.
+    A shard at the end of the axis, which has no such neighbour, shardings out what the others do and sends it to nobody, and
+    takes zeros for rows outside, wherever this makes all shards do the same: then one traced program serves them all.
     """
-    count = len(pieces)
-    runs = {t: _common(pieces[t], needs[t + shift]) for t in range(count) if 0 <= t + shift < count}
+    count = len(shards)
+    runs = {t: _common(shards[t], needs[t + shift]) for t in range(count) if 0 <= t + shift < count}
     if not any(map(_length, runs.values())):
         return None
-    given = {t: Part(run[0] - pieces[t][0], _length(run)) if _length(run) else Part(0, 0) for t, run in runs.items()}
+    given = {t: Part(run[0] - shards[t][0], _length(run)) if _length(run) else Part(0, 0) for t, run in runs.items()}
     taken = {t + shift: Part(run[0] - stretches[t + shift].first, _length(run)) for t, run in runs.items() if _length(run)}
     taken = {t + shift: taken.get(t + shift, Part(0, 0)) for t in runs}
     same_given, same_taken = _same(given.values()), _same(taken.values())
     return Message(
         shift,
-        tuple(given.get(t) or _if_within(same_given, [(0, _length(pieces[t]))]) for t in range(count)),
+        tuple(given.get(t) or _if_within(same_given, [(0, _length(shards[t]))]) for t in range(count)),
         tuple(taken.get(s) or _if_within(same_taken, _outside(stretches[s], needs[s])) for s in range(count)),
     )
 
@@ -196,16 +197,16 @@ def _outside(stretch: Stretch, need: Run) -> list[Run]:
 
 
 def brought(x: Tensor, halos: tuple[Halo, ...], layout: Layout, fill: Any = 0) -> Tensor:
-    """Every rank's stretch, from its piece: dim after dim, so that corners come too. Rows outside hold `fill`."""
+    """Every rank's stretch, from its shard: dim after dim, so that corners come too. Rows outside hold `fill`."""
     mesh = layout.mesh
     for number, one in enumerate(halos):
         given, taken, stretch, _, shapes, goals, sources = _facts(halos[: number + 1], layout)
-        sent = [door(mesh).each(_cut_out, mesh, x, one.dim, part) for part in given]
+        sent = [transport(mesh).each(_cut_out, mesh, x, one.dim, part) for part in given]
         came = _sent(sent, goals, sources, shapes, mesh)
-        x = door(mesh).each(_laid_out, mesh, x, came, taken, one.dim, stretch)
+        x = transport(mesh).each(_laid_out, mesh, x, came, taken, one.dim, stretch)
         if fill and one.outside:
-            first = door(mesh).number(one.first(layout), mesh)
-            x = door(mesh).each(_filled, mesh, x, one.dim, one.held.size, first, fill)
+            first = transport(mesh).number(one.first(layout), mesh)
+            x = transport(mesh).each(_filled, mesh, x, one.dim, one.held.size, first, fill)
     return x
 
 
@@ -214,9 +215,9 @@ def given_back(x: Tensor, halos: tuple[Halo, ...], layout: Layout) -> Tensor:
     mesh = layout.mesh
     for number, one in reversed(list(enumerate(halos))):
         given, taken, stretch, shape, _, goals, sources = _facts(halos[: number + 1], layout)
-        sent = [door(mesh).each(_cut_out, mesh, x, one.dim, part) for part in taken]
+        sent = [transport(mesh).each(_cut_out, mesh, x, one.dim, part) for part in taken]
         came = _sent(sent, sources, goals, [_with_rows(shape, one.dim, part) for part in given], mesh)
-        x = door(mesh).each(_added, mesh, x, came, given, one.dim, shape, stretch)
+        x = transport(mesh).each(_added, mesh, x, came, given, one.dim, shape, stretch)
     return x
 
 
@@ -280,7 +281,7 @@ def _zeros(x: Tensor, dim: int, rows: int) -> Tensor:
 
 
 def _laid_out(x: Tensor, came: Sequence[Tensor], taken: Sequence[Part], dim: int, stretch: Stretch) -> Tensor:
-    """A stretch from a piece and what came; zeros where nothing did."""
+    """A stretch from a shard and what came; zeros where nothing did."""
     parts = [(part.first, y) for part, y in zip(taken, came, strict=True) if part.rows]
     if stretch.own.rows:
         parts.append((stretch.at, x.narrow(dim, stretch.own.first, stretch.own.rows)))
@@ -302,7 +303,7 @@ def _filled(x: Tensor, dim: int, size: int, first: Tensor, fill: Any) -> Tensor:
 def _added(
     x: Tensor, came: Sequence[Tensor], given: Sequence[Part], dim: int, shape: tuple[int, ...], stretch: Stretch
 ) -> Tensor:
-    """A piece from a stretch and what came for it."""
+    """A shard from a stretch and what came for it."""
     own = x.narrow(dim, stretch.at, stretch.own.rows)
     before, after = stretch.own.first, shape[dim] - stretch.own.first - stretch.own.rows
     out = torch.cat([_zeros(x, dim, before), own, _zeros(x, dim, after)], dim)

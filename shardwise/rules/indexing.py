@@ -2,7 +2,7 @@
 the indices.
 
 Letters: `u` for dims that are not indexed, `s` for those that are, `j` for the dims of the indices, broadcast together. All may
-be cut; an `s` that is cut is read as a pending sum, and written to with a spare row for what falls to other ranks.
+be sharded; an `s` that is sharded is read as a partial sum, and written to with a spare row for what falls to other ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..layouts.layout import Factor, Layout, cut, whole
 from ..layouts.mesh import Mesh
 from ..propagation.notation import Call, Kernel, Pattern, Proposal, Rule
 from ..propagation.table import rule
-from .shard_position import Piece, at_least_one, keep, padded
+from .shard_position import ShardPosition, at_least_one, keep, padded
 
 aten = torch.ops.aten
 MASKS = (torch.bool, torch.uint8)
@@ -53,28 +53,28 @@ def _has_masks(call: Call) -> bool:
 
 
 class _Cuts:
-    """The indexed dims that are cut, and the numbers that kernels need of them."""
+    """The indexed dims that are sharded, and the numbers that kernels need of them."""
 
     def __init__(self, layout: Layout, indexed: Sequence[int]) -> None:
-        self.pieces = {dim: Piece(layout, dim) for dim in indexed if layout.axes_of(dim)}
-        self.numbers = [number for piece in self.pieces.values() for number in piece.numbers]
+        self.shards = {dim: ShardPosition(layout, dim) for dim in indexed if layout.axes_of(dim)}
+        self.numbers = [number for shard in self.shards.values() for number in shard.numbers]
 
     def local(self, x: Tensor, indices: Sequence[Any], numbers: Sequence[Tensor], spare: bool) -> tuple[list[Any], Any]:
         """The indices as positions on this rank, and which elements are all on it (None: all)."""
         found, mine = list(indices), None
         taken = 0
-        for dim, piece in self.pieces.items():
-            own = numbers[taken : taken + len(piece.numbers)]
-            taken += len(piece.numbers)
-            index = torch.where(indices[dim] < 0, indices[dim] + piece.size, indices[dim])
-            found[dim], here = piece.local(index, own, elsewhere=x.shape[dim] if spare else 0)
+        for dim, shard in self.shards.items():
+            own = numbers[taken : taken + len(shard.numbers)]
+            taken += len(shard.numbers)
+            index = torch.where(indices[dim] < 0, indices[dim] + shard.size, indices[dim])
+            found[dim], here = shard.local(index, own, elsewhere=x.shape[dim] if spare else 0)
             mine = here if mine is None else mine & here
         return found, mine
 
     def naming(self, error: Exception, indices: Sequence[Any]) -> Exception:
-        """An operator's error with the index that was given, where it is none of a cut dim."""
-        for dim, piece in self.pieces.items():
-            named = piece.naming(error, indices[dim], -piece.size)
+        """An operator's error with the index that was given, where it is none of a sharded dim."""
+        for dim, shard in self.shards.items():
+            named = shard.naming(error, indices[dim], -shard.size)
             if named is not error:
                 return named
         return error
@@ -83,12 +83,12 @@ class _Cuts:
 def _read(indexed: Sequence[int], behind: int, call: Call, wants: Sequence[Layout]) -> Any:
     """Read what this rank holds; the rest is zero. `behind`: how many dims of the result come after those of the indices."""
     cuts, op = _Cuts(wants[0], indexed), call.op
-    if not cuts.pieces:
+    if not cuts.shards:
         return None
 
     def kernel(x: Tensor, indices: Sequence[Any], *numbers: Tensor) -> Tensor:
         positions, mine = cuts.local(x, indices, numbers, spare=False)
-        for dim in cuts.pieces:
+        for dim in cuts.shards:
             x = at_least_one(x, dim)
         try:
             found = op(x, positions)
@@ -102,20 +102,20 @@ def _read(indexed: Sequence[int], behind: int, call: Call, wants: Sequence[Layou
 def _write(indexed: Sequence[int], call: Call, wants: Sequence[Layout]) -> Any:
     """Write what this rank holds, and the rest to a spare row."""
     cuts, op, in_place = _Cuts(wants[0], indexed), call.op, call.written is not None
-    if not cuts.pieces:
+    if not cuts.shards:
         return None
 
     def kernel(x: Tensor, indices: Sequence[Any], values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         count = len(args) - len(cuts.numbers)
         positions, _ = cuts.local(x, indices, args[count:], spare=True)
         out = x
-        for dim in cuts.pieces:
+        for dim in cuts.shards:
             out = padded(out, dim)
         try:
             out = op(out, positions, values, *args[:count], **kwargs)
         except (IndexError, RuntimeError) as error:
             raise cuts.naming(error, indices) from None
-        for dim in cuts.pieces:
+        for dim in cuts.shards:
             out = out.narrow(dim, 0, x.shape[dim])
         return x.copy_(out) if in_place else out.contiguous()
 
@@ -148,12 +148,12 @@ def _index_put(call: Call) -> Rule | Proposal:
 
 # ── masks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# Where only the first of a mask's dims is cut, what it selects is cut too, into as many elements as each rank finds: the ranks
-# tell each other how many these are, and no data moves.
+# Where only the first of a mask's dims is sharded, what it selects is sharded too, into as many elements as each rank finds:
+# the ranks tell each other how many these are, and no data moves.
 
 
 def _cut_alike(tools: Any, mesh: Mesh, mask: Any, *tensors: Any) -> tuple[Factor | None, list[Any]]:
-    """How the first dim is cut, and the tensors, whose first dims are those of the mask, with no other of these cut."""
+    """How the first dim is sharded, and the tensors, whose first dims are those of the mask, with no other of these shard."""
     if tracing_context() is not None:
         raise NotTraced(
             f"{tools.operator} in a compiled function: how many elements it selects depends on data; call it outside of "
@@ -306,6 +306,6 @@ def _put_found(tools: Any, x: Any, mask: Any, values: Any, put: Kernel) -> Any:
     return tools.wrap(local, layout.replace(stride=None))
 
 
-_MASKS = "sum max min product cut: of masks, of which nobody knows how much they select until it is counted"
+_MASKS = "sum max min product shard: of masks, of which nobody knows how much they select until it is counted"
 rule("index.Tensor _unsafe_index.Tensor", function=_index, unoffered=_MASKS)
 rule("index_put _unsafe_index_put _index_put_impl", function=_index_put, unoffered=_MASKS)

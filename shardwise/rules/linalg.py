@@ -1,6 +1,6 @@
-"""Linear algebra: matrices are whole, their batch may be cut; and distances between the rows of two matrices.
+"""Linear algebra: matrices are whole, their batch may be sharded; and distances between the rows of two matrices.
 
-A number of columns that a solver treats one by one may be cut as well. Letters: `m n` for the dims of a matrix, `p` for the
+A number of columns that a solver treats one by one may be sharded as well. Letters: `m n` for the dims of a matrix, `p` for the
 length of its pivots or scales, `r k` for those of a right side.
 """
 
@@ -111,6 +111,6 @@ rule("cholesky_solve", function=partial(_sides, "... r k, ... m n -> ... r k", 0
 
 # ── distances ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-rule("_cdist_forward _euclidean_dist", "... i n, ... j n -> ... i j", whole="n", lost=None, unoffered="cut: of one norm only")
-_CUT_ALIKE = "cut: the distances are cut like their gradient"
+rule("_cdist_forward _euclidean_dist", "... i n, ... j n -> ... i j", whole="n", lost=None, unoffered="shard: of one norm only")
+_CUT_ALIKE = "shard: the distances are sharded like their gradient"
 rule("_cdist_backward", "... i j, ... i n, ... j n, ... i j -> ... i n", linear=((0,),), unoffered=_CUT_ALIKE)

@@ -1,6 +1,6 @@
 """Losses. A mean divides by the global count, so it is exact on uneven shards.
 
-Classes may be cut: each rank then counts the targets among its own classes, and the rest is pending a sum; the logits stay
+Classes may be sharded: each rank then counts the targets among its own classes, and the rest is Partial(sum); the logits stay
 where they are.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..layouts.layout import Layout, whole
 from ..propagation.notation import Call, Proposal
 from ..propagation.table import rule
-from .shard_position import Piece
+from .shard_position import ShardPosition
 
 #: torch's numbers for how a loss is reduced (0: not at all).
 MEAN, SUM = 1, 2
@@ -82,14 +82,14 @@ rule(
     "smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward",
     "..., ..., ..., ... -> ...",
     linear=((0,),),
-    unoffered="max min: losses are not pending",
+    unoffered="max min: losses are not partial",
     kernel=_mean_backward,
     gives=_like_input,
 )
 
 
 def _one_row(call: Call) -> Proposal | None:
-    """A single row may have a target of one element, which cannot be cut as rows are."""
+    """A single row may have a target of one element, which cannot be sharded as rows are."""
     if call["self"].ndim > 1:
         return None
     mesh = call["self"].mesh
@@ -142,26 +142,26 @@ def _own_classes(logits: int) -> Callable[[Call, Sequence[Layout]], Any]:
         dim = min(1, layout.ndim - 1)
         if not layout.axes_of(dim):
             return None
-        piece, ignored = Piece(layout, dim), call["ignore_index"]
+        shard, ignored = ShardPosition(layout, dim), call["ignore_index"]
         local = _local_call(call, {"ignore_index": IGNORED})
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            given, numbers = piece.split(args)
+            given, numbers = shard.split(args)
             target = given[logits + 1].long()
-            position, _ = piece.local(target, numbers, IGNORED)
+            position, _ = shard.local(target, numbers, IGNORED)
             given[logits + 1] = torch.where(target == ignored, IGNORED, position)
             try:
                 return local(*given, **kwargs)
             except (IndexError, RuntimeError) as error:
-                raise piece.naming(error, target[target != ignored]) from None
+                raise shard.naming(error, target[target != ignored]) from None
 
-        return kernel, *piece.numbers
+        return kernel, *shard.numbers
 
     return make
 
 
 def _mean_by_weight(call: Call) -> Proposal | None:
-    """A mean over cut targets or classes is a program: sum and weight are reduced together, then divided."""
+    """A mean over shard targets or classes is a program: sum and weight are reduced together, then divided."""
     cut = any(layout.states for layout in call.tensors)
     return Proposal((), (), program=_reduce_both) if cut and call["reduction"] == MEAN else None
 

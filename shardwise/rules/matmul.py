@@ -1,4 +1,4 @@
-"""Matrix products: linear in each factor, and in each together with what is added; a dim summed over leaves a pending sum.
+"""Matrix products: linear in each factor, and in each together with what is added; a dim summed over leaves a partial sum.
 
 Grouped products, too: each rank takes the rows of its own experts, of which the others' are zero there, or those of its own
 tokens.
@@ -18,7 +18,7 @@ from ..kernels.grouped_mm import GROUPED, product, shape
 from ..layouts.layout import Layout
 from ..propagation.notation import Call, Rule, parse
 from ..propagation.table import rule
-from .shard_position import Piece, at_least_one, keep
+from .shard_position import ShardPosition, at_least_one, keep
 
 
 def _expanded(call: Call, wants: Sequence[Layout]) -> Any:
@@ -66,9 +66,9 @@ def _grouped(call: Call) -> Rule:
 
 def _products(dims: tuple[int, int], call: Call, wants: Sequence[Layout]) -> Any:
     """The product with the offsets of this rank's tokens, and with its own experts."""
-    tokens = Piece(wants[dims == (3, 2)], 0 if dims == (2, 3) else 1)
+    tokens = ShardPosition(wants[dims == (3, 2)], 0 if dims == (2, 3) else 1)
     cut = dims != (2, 2) and bool(wants[dims == (2, 3)].axes_of(0))
-    experts = Piece(wants[dims == (2, 3)], 0) if cut else None
+    experts = ShardPosition(wants[dims == (2, 3)], 0) if cut else None
 
     def kernel(*args: Any) -> Tensor:
         given, theirs = experts.split(args) if experts is not None else (args, [])

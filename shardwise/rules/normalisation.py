@@ -1,4 +1,4 @@
-"""Softmax and the norms. Dims that are normalized over are whole in the fused operator; where layers cut them, a program of
+"""Softmax and the norms. Dims that are normalized over are whole in the fused operator; where layers shard them, a program of
 smaller operators takes its place, which reduces statistics only and never gathers the data."""
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _stats_dtype(x: Any, weight: Any, device: str) -> torch.dtype:
 
 
 def _norm(program: Kernel, call: Call) -> Proposal:
-    """Any cut of the other dims serves; weight and bias are whole."""
+    """Any shard of the other dims serves; weight and bias are whole."""
     layout = call["input"]
     last = _last_dims(call, layout)
     if _cut(layout, last):
@@ -116,8 +116,8 @@ def _norm(program: Kernel, call: Call) -> Proposal:
 
 
 def _norm_backward(program: Kernel, call: Call) -> Proposal:
-    """Weight and bias get a pending sum over the batch. A pending `grad_out` is reduced here, although the operator is linear
-    in it: one pending argument would become three pending results, and three collectives."""
+    """Weight and bias get a partial sum over the batch. A partial `grad_out` is reduced here, although the operator is linear
+    in it: one partial argument would become three partial results, and three collectives."""
     grad, layout = call["grad_out"], call["input"]
     last = _last_dims(call, layout)
     if _cut(layout, last) or _cut(grad, last):
@@ -198,7 +198,7 @@ def _rms_norm_backward_or_program(call: Call) -> Proposal:
     return _norm_backward(_rms_norm_backward, call)
 
 
-_SCALES = "sum max min product: scales and offsets are not pending"
+_SCALES = "sum max min product: scales and offsets are not partial"
 rule("native_layer_norm", function=partial(_norm, _layer_norm), unoffered=_SCALES)
 rule("native_layer_norm_backward", function=partial(_norm_backward, _layer_norm_backward))
 rule("_fused_rms_norm", function=partial(_norm, _rms_norm))
@@ -209,7 +209,7 @@ rule("_fused_rms_norm_backward", function=_rms_norm_backward_or_program)
 
 
 def _grouped(call: Call, layout: Layout) -> tuple[Layout, list[Dim]]:
-    """The layout wanted of the input, cut along the batch and between groups, and the dims of (batch, groups) with it."""
+    """The layout wanted of the input, sharded along the batch and between groups, and the dims of (batch, groups) with it."""
     layout, each = _uncut(layout, range(2, layout.ndim)), call["C"] // call["group"]
     if len(layout.dims[1]) > 1 or any(size % each or not size for size in layout.dims[1][0].sizes):
         layout = _uncut(layout, range(1, 2))
@@ -239,7 +239,7 @@ def _group_norm_backward(call: Call) -> Proposal:
 
 
 def _on_own_groups(call: Call, at: int) -> Kernel:
-    """The operator with the sizes, from argument `at` on, of the rank's own piece, which it wants contiguous."""
+    """The operator with the sizes, from argument `at` on, of the rank's own shard, which it wants contiguous."""
     each, op = call["C"] // call["group"], call.op
 
     def run(*args: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Operators that work element by element, with broadcasting. Every dim may be cut; the words say what passes pending.
+"""Operators that work element by element, with broadcasting. Every dim may be sharded; the words say what passes partial.
 
-A pending sum passes where the operator is additive. A pending max or min passes where it is increasing *everywhere* and
+A partial sum passes where the operator is additive. A partial max or min passes where it is increasing *everywhere* and
 gives nan for nan: not `log`, which gives nan for the candidates below 0, and not `sign`, which gives 0 for nan.
 """
 
@@ -21,7 +21,7 @@ from ..propagation.table import rule
 NAN = "max min: a candidate that is nan would be lost"
 TURNED = "max min: another argument may turn the order round"
 JOINTLY = "max min product: in several arguments at a time"
-GRADIENT = "max min product: what is pending of a gradient is a sum"
+GRADIENT = "max min product: what is partial of a gradient is a sum"
 DOMAIN = "min: it would pass, as one kind of two, only because there are no values below"
 
 # ── nothing passes ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -62,7 +62,7 @@ rule("pow shardwise::int_pow", "..., ... -> ...", kernel=pow_kernel, **POWERS)
 rule("rsub.Scalar", "..., ... -> ...", unoffered=TURNED)
 rule("special_xlog1py xlogy", "..., ... -> ...", unoffered=f"sum: 0 times the logarithm of 0 is 0; {NAN}")
 
-# ── a pending max, min or product passes ──────────────────────────────────────────────────────────────────────────────
+# ── a partial max, min or product passes ──────────────────────────────────────────────────────────────────────────────
 
 rule(
     "asinh atan ceil clamp.default clamp_max.default clamp_min.default erf expm1 floor hardshrink hardsigmoid hardtanh "
@@ -83,7 +83,7 @@ rule("minimum clamp_max.Tensor", "..., ... -> ...", passes=("up", "up"), togethe
 rule("clamp.Tensor", "..., ..., ... -> ...", passes=("up", "up", "up"), unoffered=JOINTLY)
 rule("masked_fill.Scalar", "..., ... -> ...", passes="up", unoffered="sum product max min: only of some values and masks")
 
-# ── a pending sum passes ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── a partial sum passes ──────────────────────────────────────────────────────────────────────────────────────────────
 
 rule("neg", "... -> ...", linear=((0,),), passes="down float")
 rule("conj_physical", "... -> ...", linear=((0,),), passes="product")
@@ -113,7 +113,7 @@ rule(
     "_prelu_kernel_backward",
     "..., ... -> ...",
     linear=((0,),),
-    unoffered=f"{GRADIENT}; cut: what is not read while not training",
+    unoffered=f"{GRADIENT}; shard: what is not read while not training",
 )
 
 # ── everything passes ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -156,7 +156,7 @@ rule("_to_copy", function=_to_copy)
 
 
 def _copy(call: Call) -> Proposal:
-    """The first argument keeps its layout, and the second takes it; its pending summands are copied as they are."""
+    """The first argument keeps its layout, and the second takes it; its partial summands are copied as they are."""
     goal, source, one = *call.tensors, call.results[0]
     if goal.dtype != source.dtype and goal.partials:
         return Proposal(call.tensors, (), program=_convert_first)

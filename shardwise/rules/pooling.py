@@ -1,7 +1,7 @@
-"""Pooling: batch and channels may be cut. Windows that do not overlap are dealt out whole where a spatial dim is cut, so that
-rows at the borders move at most (others: `rules/windows.py`); the indices of a maximum stay those of the whole plane.
+"""Pooling: batch and channels may be sharded. Windows that do not overlap are dealt out whole where a spatial dim is sharded,
+so that rows at the borders move at most (others: `rules/windows.py`); the indices of a maximum stay those of the whole plane.
 
-A pending maximum does not pass: the operators give indices with the values, and of those only the values would be right.
+A partial maximum does not pass: the operators give indices with the values, and of those only the values would be right.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def spatial(names: str, text: str, **words: Any) -> None:
 
 
 def _windows(call: Call) -> Proposal | None:
-    """Where each window begins after the one before it ends, whole windows are dealt out along cut dims."""
+    """Where each window begins after the one before it ends, whole windows are dealt out along sharded dims."""
     layout, plane = call["self"], _plane(call)
     count = len(plane)
     words = (call["kernel_size"], call["stride"] or call["kernel_size"], call["padding"], call.arguments.get("dilation", 1))
@@ -124,8 +124,8 @@ def _each(value: Any, count: int) -> list[int]:
 
 
 def _dealt(factor: Factor, stride: int, count: int) -> tuple[Dim, Dim]:
-    """A cut dim with its borders moved to where windows begin, and the `count` windows along it; who has the last window has
-    the rest of the rows."""
+    """A sharded dim with its borders moved to where windows begin, and the `count` windows along it; who has the last window
+    has the rest of the rows."""
     ends = [*(min((end + stride // 2) // stride, count) for end in accumulate(factor.sizes[:-1])), count]
     rows = [factor.size if end == count else end * stride for end in ends]
     return tuple(  # type: ignore[return-value]
@@ -185,7 +185,7 @@ def _renumbered(index: Tensor, before: Sequence[int], shift: Sequence[Tensor], a
 _LETTERS = {"1": ("n c w", "n c q"), "2": ("n c h w", "n c p q"), "3": ("n c d h w", "n c e p q")}
 
 
-_BY_SHAPE = "sum max min product: the input is read for its shape alone; cut: only planes that are not padded along a dim"
+_BY_SHAPE = "sum max min product: the input is read for its shape alone; shard: only planes that are not padded along a dim"
 
 
 def planes(names: str, text: str, counts: str = "23", **words: Any) -> None:
@@ -210,7 +210,7 @@ planes("max_pool#d_with_indices_backward", "y, x, y -> x", linear=((0,),), funct
 planes("_adaptive_avg_pool#d", "x -> y", linear=((0,),))
 planes("_adaptive_avg_pool#d_backward", "y, x -> x", linear=((0,),), function=by_shape)
 planes("adaptive_max_pool#d", "x -> y, y")
-planes("fractional_max_pool#d", "x, n c r -> y, y", unoffered="cut: the random numbers are cut alike")
+planes("fractional_max_pool#d", "x, n c r -> y, y", unoffered="shard: the random numbers are sharded alike")
 planes("adaptive_max_pool#d_backward", "y, x, y -> x", linear=((0,),), function=by_shape)
 spatial(
     "fractional_max_pool2d_backward", "n c p q, n c h w, n c p q -> n c h w", whole="h w p q", linear=((0,),), function=by_shape

@@ -15,14 +15,14 @@ from ..errors import MeshError, OperatorError
 from ..layouts.layout import Layout, whole
 from ..propagation.table import rule
 from ..random.bits import DIGITS, Draw, recipe
-from ..random.keys import box, drop_piece, fill_piece
+from ..random.keys import box, drop_shard, fill_shard
 from ..tensor.draw import NORMAL, UNIFORM, draw, seeded
 
 aten = torch.ops.aten
 _random = partial(rule, free="generator")
 
 
-# ── as a tensor is cut ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── as a tensor is sharded ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _beside(x: Any, drawn: Any) -> Any:
@@ -36,7 +36,7 @@ def _fill_in_place(tools: Any, op: Any, x: Any, *args: Any, generator: Any = Non
     if layout.partials or layout.dtype.is_complex or tracing_context() is not None:
         return x.copy_(draw(tools, layout, how, generator))
     recipe(how, layout.dtype)
-    tools.each(fill_piece, layout.mesh, x, how, box(layout), tools.key(layout.mesh, generator))
+    tools.each(fill_shard, layout.mesh, x, how, box(layout), tools.key(layout.mesh, generator))
     return x
 
 
@@ -98,7 +98,7 @@ def _uniform_beside(tools: Any, p: Any, layout: Layout, generator: Any) -> Any:
 
 
 def _checked(tools: Any, x: Any, holds: Callable[[Tensor], Tensor], text: str) -> Any:
-    """A parameter with nothing pending, whose values hold what they must."""
+    """A parameter with nothing partial, whose values hold what they must."""
     x = tools.move(x, tools.layout(x).reduced()) if tools.is_distributed(x) else x
     tools.look(partial(_look, holds, text), x)
     return x
@@ -164,7 +164,7 @@ def _dropout(tools: Any, op: Any, x: Any, p: float, train: bool | None = True) -
     if tracing_context() is not None:
         kept = draw(tools, flags, keep)
         return tools.wrap(tools.each(_scaled, layout.mesh, x, kept, scale), layout), kept
-    out, kept = tools.each(drop_piece, layout.mesh, x, scale, keep, box(flags), tools.key(layout.mesh))
+    out, kept = tools.each(drop_shard, layout.mesh, x, scale, keep, box(flags), tools.key(layout.mesh))
     return tools.wrap(out, layout), tools.wrap(kept, flags)
 
 

@@ -1,5 +1,5 @@
-"""Fused recurrent layers and cells: the batch may be cut, gradients of weights are then pending a sum. What forward operators
-keep for the backward ones is each rank's own, and of no use elsewhere."""
+"""Fused recurrent layers and cells: the batch may be sharded, gradients of weights are then Partial(sum). What forward
+operators keep for the backward ones is each rank's own, and of no use elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..propagation.table import rule
 from .pooling import spatial
 from .shard_position import at_least_one
 
-# ── operators of which torch can tell the shapes; capitals cannot be cut ──────────────────────────────────────────────
+# ── operators of which torch can tell the shapes; capitals cannot be sharded ──────────────────────────────────────────────
 
 _fused = partial(spatial, whole=frozenset("TIGHKM"))
 _fused("mkldnn_rnn_layer", "T n I, G I, G H, K G, K G, M n H, M n H -> T n H, M n H, M n H, =")
@@ -24,14 +24,14 @@ _fused("_thnn_fused_lstm_cell_backward_impl", "n H, n H, n H, n H, n G -> n G, n
 
 # ── operators of which it cannot, and those that read what a rank kept for itself ─────────────────────────────────────
 
-#: The dim that is the batch, from the back; of a result also that it is pending a sum, or the rank's own; of an argument,
+#: The dim that is the batch, from the back; of a result also that it is Partial(sum), or the rank's own; of an argument,
 #: None: it is whole.
 At = int | str | None
 SUM, OWN = "sum", "own"
 
 
 def _by_batch(dims: dict[str, int], results: Sequence[At], tools: Any, op: Any, *args: Any) -> Any:
-    """The operator on each rank's part of the batch, cut as that of the first argument in `dims`; all else is whole. Where
+    """The operator on each rank's part of the batch, sharded as that of the first argument in `dims`; all else is whole. Where
     ranks kept something for themselves, that is the output of the forward operator, which it fits."""
     names = [argument.name for argument in op._schema.arguments]
     mesh, lead = tools.mesh(*args), next(iter(dims))
@@ -48,7 +48,7 @@ def _distributed(tools: Any, x: Any, mesh: Mesh) -> Any:
 
 
 def _placed(tools: Any, value: Any, at: At, cut: tuple[Mesh, Dim]) -> Any:
-    """The local value of a tensor (or of each of a list) with the batch at dim `at` cut."""
+    """The local value of a tensor (or of each of a list) with the batch at dim `at` shard."""
     if isinstance(value, list | tuple):
         return [_placed(tools, item, at, cut) for item in value]
     if not isinstance(value, Tensor):

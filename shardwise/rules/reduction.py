@@ -1,4 +1,4 @@
-"""Reductions: a dim that is lost may be cut, and what is left is pending; an empty shard contributes the identity.
+"""Reductions: a dim that is lost may be sharded, and what is left is partial; an empty shard contributes the identity.
 
 Those that no collective finishes (var, norms, logsumexp, the index of an extreme) are programs of those that one does.
 """
@@ -33,12 +33,12 @@ def dims_of(dim: Dims, ndim: int) -> list[int]:
 
 
 def reduced(tools: Any, x: Any) -> Any:
-    """A DTensor with nothing pending, so that a program that reads it several times reduces it once."""
+    """A DTensor with nothing partial, so that a program that reads it several times reduces it once."""
     return tools.move(x, tools.layout(x).reduced())
 
 
-def pending(layout: Layout, dims: Sequence[int], keepdim: bool, kind: str, dtype: torch.dtype) -> Layout:
-    """What reducing over dims of a layout leaves: pending over the axes that cut them."""
+def partials(layout: Layout, dims: Sequence[int], keepdim: bool, kind: str, dtype: torch.dtype) -> Layout:
+    """What reducing over dims of a layout leaves: partial over the axes that sharding them."""
     kept = [(whole(1),) if d in dims else layout.dims[d] for d in range(layout.ndim) if keepdim or d not in dims]
     return Layout.of(layout.mesh, kept, [(axis, kind) for d in dims for axis in layout.axes_of(d)], dtype)
 
@@ -114,14 +114,14 @@ NOWHERE = torch.iinfo(torch.int64).max
 
 
 def _extreme(kind: str, tools: Any, op: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
-    """The extreme along a cut dim and its first index: of what the shards give, one all-reduce takes the best value and
+    """The extreme along a sharded dim and its first index: of what the shards give, one all-reduce takes the best value and
     another the first index that has it. nan is the best of all, as on one device."""
     x = reduced(tools, x)
     layout, dims = tools.layout(x), dims_of(dim, x.ndim)
     value, index = tools.each(_local_extreme, layout.mesh, x, _indices(tools, layout, dims, x.device), kind, dims, keepdim)
-    best = reduced(tools, tools.wrap(value, pending(layout, dims, keepdim, kind, layout.dtype)))
+    best = reduced(tools, tools.wrap(value, partials(layout, dims, keepdim, kind, layout.dtype)))
     first = tools.each(_where_best, layout.mesh, value, index, best)
-    return best, reduced(tools, tools.wrap(first, pending(layout, dims, keepdim, "min", torch.int64)))
+    return best, reduced(tools, tools.wrap(first, partials(layout, dims, keepdim, "min", torch.int64)))
 
 
 def _indices(tools: Any, layout: Layout, dims: list[int], device: torch.device) -> list[Tensor]:
@@ -197,12 +197,12 @@ def _logsumexp(tools: Any, op: Any, x: Any, dim: Dims, keepdim: bool = False) ->
     return cast(total + (top if keepdim else aten.squeeze.dims(top, dims)), dtype)
 
 
-_OUTWEIGHED = "cut: a max does only where one element outweighs the others"
+_OUTWEIGHED = "shard: a max does only where one element outweighs the others"
 rule("logsumexp", "...[dim] -> ...", whole="[]", program=_logsumexp, unoffered=_OUTWEIGHED)
 
 
 def moments(tools: Any, x: Any, dims: list[int]) -> tuple[Any, Any]:
-    """The mean over some dims, kept with size 1, and the sum of the squared distances from it, pending. The second pass over
+    """The mean over some dims, kept with size 1, and the sum of the squared distances from it, partial. The second pass over
     the data keeps digits that a difference of two sums would lose."""
     mean = reduced(tools, aten.mean.dim(x, dims, True))
     distance = x - mean
@@ -263,7 +263,7 @@ def _vector_norm(tools: Any, op: Any, x: Any, ord: float = 2, dim: Dims = None, 
         return cast(aten.sum.dim_IntList(x != 0, dims, keepdim), goal)
     layout, wide = tools.layout(x), WIDER.get(goal, goal)
     power = tools.each(_power_sum, layout.mesh, x, ord, dims, keepdim, wide)
-    total = tools.wrap(power, pending(layout, dims, keepdim, "sum", wide))
+    total = tools.wrap(power, partials(layout, dims, keepdim, "sum", wide))
     return cast(torch.sqrt(total) if ord == 2 else torch.pow(total, 1 / ord), goal)
 
 
@@ -274,7 +274,7 @@ def _power_sum(x: Tensor, ord: float, dims: list[int], keepdim: bool, dtype: tor
     return torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=wide).pow(ord)
 
 
-_BY_POWERS = "cut: its program reduces the powers, and every order has its own"
+_BY_POWERS = "shard: its program reduces the powers, and every order has its own"
 rule("linalg_vector_norm", "...[dim] -> ...", whole="[]", program=_vector_norm, unoffered=_BY_POWERS)
 
 

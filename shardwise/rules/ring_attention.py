@@ -1,4 +1,4 @@
-"""`ring_attention`: attention of sequences that are cut along a mesh axis, by passing keys and values round.
+"""`ring_attention`: attention of sequences that are sharded along a mesh axis, by passing keys and values round.
 
 On a ring of n ranks each holds a block of queries and one of keys and values. It attends to the block at hand while that block
 is on its way to the next rank, n times, and joins what it finds. In the backward keys and values go round the other way, and
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..base.argument_checks import a_tensor, flag, number, optional
-from ..comm import PerRank, door
+from ..comm import PerRank, transport
 from ..comm.interception import watched
 from ..comm.messages import Batch, Shape
 from ..errors import OperatorError
@@ -41,11 +41,12 @@ def ring_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` of DTensors whose sequences (dim -2) are cut, which stay so: keys and values go round.
+    """`F.scaled_dot_product_attention` of DTensors whose sequences (dim -2) are sharded, which stay so: keys and values go
+    round.
 
     Each of n ranks receives (n - 1) / n of the keys and values (of its batch and heads) in the forward, as much again in the
-    backward, and there (n - 1) / n of their gradients, in float32 (float64 for float64). Batch and heads may be cut along other
-    axes; pieces may be uneven, or empty. There is no dropout, no mask and no second derivative.
+    backward, and there (n - 1) / n of their gradients, in float32 (float64 for float64). Batch and heads may be sharded along
+    other axes; shards may be uneven, or empty. There is no dropout, no mask and no second derivative.
 
     >>> import shardwise as sw
     >>> x = sw.randn(2, 4, 13, 8, mesh=sw.init_mesh(sp=4), placements=[sw.Shard(2)])
@@ -87,7 +88,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, grouped: 
         )
     if is_causal and query.shape[-2] != key.shape[-2]:
         raise OperatorError(
-            f"ring_attention(is_causal=True) of {query.shape[-2]} queries and {key.shape[-2]} keys: they are cut alike, and so "
+            f"ring_attention(is_causal=True) of {query.shape[-2]} queries and {key.shape[-2]} keys: both are sharded alike, so "
             "of one length; use F.scaled_dot_product_attention"
         )
 
@@ -107,7 +108,7 @@ class Ring(NamedTuple):
 
     @property
     def blocks(self) -> Factor:
-        """How the keys are cut."""
+        """How the keys are sharded."""
         return self.key.dims[-2][0]
 
     @property
@@ -159,7 +160,7 @@ class Ring(NamedTuple):
             return True
         found = PerRank(lambda place: self.here(place, step) < self.here(place))
         mesh = self.key.mesh
-        return door(mesh).number(PerRank(lambda place: int(found.at(place))), mesh) if traced else found
+        return transport(mesh).number(PerRank(lambda place: int(found.at(place))), mesh) if traced else found
 
     def at(self, step: int) -> Way:
         """How to attend at a step: blocks behind one's own are seen whole, or not at all."""
@@ -179,7 +180,7 @@ def _moved(layout: Layout, ring: Ring, step: int) -> Shape:
 
 
 def _ring(given: Sequence[Layout], way: Way) -> Ring:
-    """The ring of sequences that are cut like the queries; keys and values follow in what they are not cut alike."""
+    """The ring of sequences that are sharded like the queries; keys and values follow in what they are not sharded alike."""
     query, key, value = given
     mesh, axes = query.mesh, query.axes_of(-2)
     batch, groups = list(query.dims[:-2]), list(query.dims[:-2])
@@ -219,7 +220,7 @@ def _placed(tools: Tools, given: Sequence[Tensor], way: Way) -> tuple[Ring, list
 
 def _find(ring: Ring, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     mesh, dtype = ring.key.mesh, query.dtype
-    world = door(mesh)
+    world = transport(mesh)
     traced = world.traced(query)
     out, lse = world.each(_nothing_found, mesh, query, value)
     held: Sequence[Tensor] = (key, value)
@@ -265,7 +266,7 @@ def _gradients(  # noqa: PLR0913  as the operator
     ring: Ring, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, out: Tensor, lse: Tensor
 ) -> list[Tensor]:
     mesh, dtype = ring.key.mesh, query.dtype
-    world = door(mesh)
+    world = transport(mesh)
     traced = world.traced(query)
     found: list[Tensor] = []
     held: Sequence[Tensor] = (key, value)

@@ -1,4 +1,4 @@
-"""Scans along a dim: a scan of a cut dim is a local scan plus the carry of the shards before."""
+"""Scans along a dim: a scan of a sharded dim is a local scan plus the carry of the shards before."""
 
 from __future__ import annotations
 

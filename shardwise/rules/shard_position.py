@@ -1,4 +1,4 @@
-"""Piece: the part of one dim that a rank holds, for kernels that must know where it lies. Global index ↔ local position."""
+"""Shard: the part of one dim that a rank holds, for kernels that must know where it lies. Global index ↔ local position."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..layouts.layout import Layout, Number
 OUTSIDE = -(2**31)
 
 
-class Piece:
+class ShardPosition:
     """One dim of a layout, as kernels see it.
 
     `numbers` go into a kernel's extra arguments; there they are 0-d tensors of this rank's own, and go back into `local` and
-    `index`. Any dim will do: cut by several axes, unevenly, or by factors.
+    `index`. Any dim will do: sharded by several axes, unevenly, or by factors.
     """
 
     __slots__ = ("dim", "factors", "numbers", "size")
@@ -36,7 +36,7 @@ class Piece:
         return list(args[:count]), list(args[count:])
 
     def local(self, index: Tensor, numbers: Sequence[Tensor], elsewhere: int = 0) -> tuple[Tensor, Tensor]:
-        """The position of each global index in this rank's piece, and which are in it.
+        """The position of each global index in this rank's shard, and which are in it.
 
         `elsewhere` is given for an index that another rank holds, `OUTSIDE` for one that none does: operators then raise what
         they raise on one device, and `naming` puts the index into their words.
@@ -70,7 +70,7 @@ class Piece:
         return position, mine
 
     def index(self, length: int, numbers: Sequence[Tensor]) -> Tensor:
-        """The global index of each of the `length` positions of this rank's piece."""
+        """The global index of each of the `length` positions of this rank's shard."""
         rest = torch.arange(length, device=numbers[0].device)
         index, step = torch.zeros_like(rest), 1
         for i in range(len(self.factors) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""Orders, ranks and counts: an order needs the whole dim; what counts elements counts those of each shard, a pending sum."""
+"""Orders, ranks and counts: an order needs the whole dim; what counts elements counts those of each shard, a partial sum."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ rule("kthvalue median nanmedian mode", "...[dim] -> ...", whole="[]")
 
 
 def _few(call: Call) -> Proposal | None:
-    """Of a cut dim every shard gives its own best, if these are few beside the whole dim."""
+    """Of a sharded dim every shard gives its own best, if these are few beside the whole dim."""
     layout = call.tensors[0].reduced()
     dim = int(call["dim"]) % max(layout.ndim, 1)
     if not (layout.ndim and layout.axes_of(dim) and len(layout.dims[dim]) == 1):
@@ -61,7 +61,7 @@ rule("topk", "...[dim] -> ...[dim]", whole="[]", function=_few)
 
 
 def _searchsorted(call: Call) -> Rule:
-    """The rank of a value is the number of elements before it: that of a cut sequence is the sum of those in its shards."""
+    """The rank of a value is the number of elements before it: that of a sharded sequence is the sum of those in its shards."""
     line = call["sorted_sequence"].ndim == 1
     sequence, values = ("s", "...") if line else ("... s", "... t")
     middle = [values] if isinstance(call["self"], Layout) else []
@@ -93,7 +93,7 @@ def _ends(x: Tensor) -> Tensor:
 
 
 def _histc(tools: Any, op: Any, x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
-    """Without limits those of the data are taken: where it is cut, every rank needs the same."""
+    """Without limits those of the data are taken: where it is sharded, every rank needs the same."""
     x = reduced(tools, x)
     if tracing_context() is not None:
         return op(tools.replicated(x, tools.mesh(x), tools.operator), bins, min, max)

@@ -1,5 +1,6 @@
-"""Convolution, interpolation, padding, sampling and columns: batch and channels may be cut, planes are whole (those that are
-convolved: see `rules/windows.py`); but padding with a constant is done by the ranks at the ends, wherever a tensor is cut."""
+"""Convolution, interpolation, padding, sampling and columns: batch and channels may be sharded, planes are whole (those that
+are convolved: see `rules/windows.py`); but padding with a constant is done by the ranks at the ends, wherever a tensor is
+sharded."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ aten = torch.ops.aten
 
 
 def _convolution(call: Call) -> Rule:
-    """The bias is added once: where input channels are cut, it is pending like what it is added to."""
+    """The bias is added once: where input channels are sharded, it is partial like what it is added to."""
     c, weight, o = _channels(call)
     return _sentence(f"n {c} ..., {weight} ..., {o} -> n {o} ...", ((0, 2), (1, 2)))
 
@@ -47,14 +48,14 @@ def _sentence(text: str, linear: tuple[tuple[int, ...], ...]) -> Rule:
 
 
 def _channels(call: Call) -> tuple[str, str, str]:
-    """The letters of the channels of the input, of the weight and of the output; capitals cannot be cut."""
+    """The letters of the channels of the input, of the weight and of the output; capitals cannot be sharded."""
     if call["groups"] == 1:
         return "c", "c o" if call["transposed"] else "o c", "o"
     return ("g", "g E", "g") if _side_by_side(call) else ("C", "D E", "O")
 
 
 def _side_by_side(call: Call) -> bool:
-    """Whether every cut of the channels, as they are or in default chunks, falls between groups."""
+    """Whether every sharding of the channels, as they are or in default chunks, falls between groups."""
     outer = call.tensors[0] if "grad_output" in call.arguments else call.results[0]
     channels, groups = call["input"].shape[1], call["groups"]
     if outer.shape[1] != channels:
@@ -77,7 +78,7 @@ def _own_groups(patterns: Patterns, call: Call, wants: Sequence[Layout]) -> Kern
 
 
 def _bias_apart(tools: Any, op: Any, grad: Any, x: Any, weight: Any, *rest: Any) -> tuple[Any, Any, Any]:
-    """The gradient of the bias is a sum of its own: input channels, which the others may be cut by, have no part in it."""
+    """The gradient of the bias is a sum of its own: input channels, which the others may be sharded by, have no part in it."""
     *words, mask = rest[1:]
     bias = aten.sum.dim_IntList(grad, [0, *range(2, grad.ndim)])
     others = op(grad, x, weight, None, *words, [*mask[:2], False])[:2] if any(mask[:2]) else (None, None)
@@ -175,7 +176,7 @@ rule("constant_pad_nd", function=_constant_pad, static="value")
 
 
 def _im2col(call: Call) -> Proposal:
-    """Columns hold values of the plane, or zeros, so anything pending could pass; where windows overlap they hold many of them
+    """Columns hold values of the plane, or zeros, so anything partial could pass; where windows overlap they hold many of them
     several times, and it is reduced before."""
     layout, (rows, count) = call["self"], call.results[0].shape[-2:]
     layout = layout.without(axis for dim in (-2, -1) for axis in layout.axes_of(dim))

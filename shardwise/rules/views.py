@@ -1,6 +1,6 @@
 """Operators that rearrange dims without touching values: they move data only where the layout language cannot say the result.
 
-Everything pending passes. `call` runs on the locals as they are, so the result is a view of the local storage and writes go
+Everything partial passes. `call` runs on the locals as they are, so the result is a view of the local storage and writes go
 through; where a dim has to be made whole first, the result is no view any more (`decide` marks it).
 """
 
@@ -41,7 +41,7 @@ class Misfit(Exception):
     """The axes that keep a shape from being split as asked."""
 
     def __init__(self, axes: tuple[str, ...]) -> None:
-        super().__init__(f"axes {axes} cut across the new dims")
+        super().__init__(f"axes {axes} shard across the new dims")
         self.axes = axes
 
 
@@ -151,7 +151,7 @@ def _divide(factor: Factor, size: int, mesh: Mesh) -> tuple[Factor, Factor] | No
         step = math.prod(mesh.axis_sizes[axis] for axis in factor.axes[count:])
         rows = [factor.sizes[i : i + step] for i in range(0, len(factor.sizes), step)]
         full = {row for row in rows if sum(row)}
-        if len(full) == 1 and sum(row := full.pop()) == minor:  # the first axes cut rows, the others every row alike
+        if len(full) == 1 and sum(row := full.pop()) == minor:  # the first axes shard rows, the others every row alike
             major = tuple(int(sum(r) > 0) for r in rows)
             return Factor(size, factor.axes[:count], major), Factor(minor, factor.axes[count:], row)
     return None
@@ -220,7 +220,7 @@ def _to_size(x: Tensor, *arguments: Any) -> Tensor:
 
 
 def _attach(dims: dict[int, Dim], gone: int, factors: Dim) -> None:
-    """Give the cut of a dim of size 1 that goes away to the next dim (or the one before): who holds it, holds that."""
+    """Give the sharding of a dim of size 1 that goes away to the next dim (or the one before): who holds it, holds that."""
     at = min((i for i in dims if i > gone), default=max(dims))
     dims[at] = canonical([*factors, *dims[at]])
 
@@ -368,7 +368,7 @@ rule("flip", "...[dims] -> ...[dims]", whole="[]", passes="all")
 
 
 def _summed(layout: Layout) -> Layout:
-    """With nothing pending but sums: numbers are multiplied and compared otherwise than their parts."""
+    """With nothing partial but sums: numbers are multiplied and compared otherwise than their parts."""
     return layout.replace(partials=[(axis, kind) for axis, kind in layout.partials if kind in ("sum", "avg")])
 
 
@@ -398,7 +398,7 @@ rule("view_as_complex view_as_complex_copy", function=_of_pairs)
 
 
 def _parts(call: Call) -> Proposal:
-    """split and unbind along a dim that nothing cuts."""
+    """split and unbind along a dim that nothing shards."""
     layout = call.tensors[0]
     dim = int(call["dim"]) % layout.ndim
     drop = len(call.results) > 0 and len(call.results[0].shape) < layout.ndim
@@ -416,7 +416,7 @@ def _parts_or_program(call: Call) -> Proposal:
 
 
 def _slices(tools: Any, op: Any, x: Tensor, sizes: Any = None, dim: int = 0) -> list[Tensor]:
-    """split and unbind along a cut dim, as slices and selections, which are views still."""
+    """split and unbind along a sharded dim, as slices and selections, which are views still."""
     if "unbind" in str(op):
         dim = sizes or 0
         return [aten.select.int(x, dim, i) for i in range(x.shape[dim])]
@@ -431,7 +431,7 @@ rule("split.Tensor split_with_sizes unbind.int", function=_parts_or_program)
 
 
 def _cat(call: Call) -> Proposal:
-    """Every tensor is cut where the result's chunks fall on it, so that the local pieces join to the result's chunk."""
+    """Every tensor is sharded where the result's chunks fall on it, so that the local shards join to the result's chunk."""
     ndim = len(call.results[0].shape)
     dim = int(call["dim"]) % max(ndim, 1)
     real = [t for t in call.tensors if t.ndim == ndim]
@@ -456,7 +456,7 @@ def _cat(call: Call) -> Proposal:
 
 
 def default_cut(size: int, axes: tuple[str, ...], layout: Layout) -> Factor:
-    """A factor of `size` cut by the axes into default chunks."""
+    """A factor of `size` sharded by the axes into default chunks."""
     return cut(size, axes, layout.mesh) if axes else whole(size)
 
 
@@ -477,7 +477,7 @@ rule("stack", program=_stack)
 
 
 def _roll(tools: Any, op: Any, x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
-    """Along a cut dim, two slices that change places: only what leaves its rank moves."""
+    """Along a sharded dim, two slices that change places: only what leaves its rank moves."""
     if not dims:
         return op(x.reshape(-1), shifts, [0]).reshape(x.shape)
     for shift, dim in zip(shifts, dims, strict=True):

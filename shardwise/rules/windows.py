@@ -1,8 +1,8 @@
-"""Convolution and pooling where the plane is cut: a rank computes its share of the windows from its piece and the rows that
+"""Convolution and pooling where the plane is sharded: a rank computes its share of the windows from its shard and the rows that
 other ranks send it. What the rows of `rules/` say of batch and channels holds beside.
 
-The windows along a cut dim are cut by the same axes, into sizes that follow. Whether rows are sent, or the cut is moved to
-another dim, or the plane gathered, is decided by what each costs. The plane of a transposed convolution is gathered.
+The windows along a sharded dim are sharded by the same axes, into sizes that follow. Whether rows are sent, or the sharding is
+moved to another dim, or the plane gathered, is decided by what each costs. The plane of a transposed convolution is gathered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import check, door
+from ..comm import check, transport
 from ..layouts.dtypes import lowest
 from ..layouts.layout import Factor, Layout, Number, PerRank, SymbolicLayout, cut, whole
 from ..planning.cost import PER_WORK, route
@@ -34,8 +34,8 @@ from .shard_position import at_least_one
 
 
 class Plane(NamedTuple):
-    """The spatial dims of a call: the windows along each, the size of each kernel; and, of those that are cut, how the plane
-    is (`held`) and how its windows are (`shared`)."""
+    """The spatial dims of a call: the windows along each, the size of each kernel; and, of those that are sharded, how the
+    plane is (`held`) and how its windows are (`shared`)."""
 
     dims: range
     windows: tuple[Windows, ...]
@@ -46,7 +46,7 @@ class Plane(NamedTuple):
 
     @property
     def axes(self) -> list[str]:
-        """The axes that cut it."""
+        """The axes that sharding it."""
         return [axis for factor in self.held.values() for axis in factor.axes]
 
     @property
@@ -61,7 +61,7 @@ class Plane(NamedTuple):
         return [halos[d].first(layout) if d in halos else Number(lambda place: 0) for d in self.dims]
 
     def unpadded(self) -> list[int]:
-        """Padding without that of cut dims, which stretches have in them."""
+        """Padding without that of sharded dims, which stretches have in them."""
         return [0 if d in self.held else along.pad for d, along in zip(self.dims, self.windows, strict=True)]
 
 
@@ -102,7 +102,7 @@ def _function(row: Rule, way: Way, call: Call) -> Proposal | Rule | None:
 
 
 def _choice(row: Rule, way: Way, call: Call) -> Choice | None:
-    """The call on stretches; None where no dim of the plane is cut, or this way is none for it."""
+    """The call on stretches; None where no dim of the plane is sharded, or this way is none for it."""
     mask = call.arguments.get("output_mask")
     several = [call.arguments.get(name) for name in (_source(call), "grad_output")]
     if call.arguments.get("transposed") or (mask and mask[2]) or not any(_cut(t, d) for t in several for d in _dims(call)):
@@ -141,7 +141,7 @@ def _reads(call: Call) -> bool:
 
 
 def _roles(call: Call) -> list[str]:
-    """What each result is along the plane; the gradient of a weight is pending a sum."""
+    """What each result is along the plane; the gradient of a weight is Partial(sum)."""
     if "grad_output" not in call.arguments:
         return ["windows"] * len(call.results)
     asked = call.arguments.get("output_mask", (True,))
@@ -188,7 +188,7 @@ def _plane(call: Call) -> Plane:
 
 
 def _cut(layout: Layout | None, dim: int) -> Factor | None:
-    """The dim of a layout, if it is cut into intervals."""
+    """The dim of a layout, if it is sharded into intervals."""
     if layout is None or len(layout.dims[dim]) > 1:
         return None
     factor = layout.dims[dim][0]
@@ -196,8 +196,8 @@ def _cut(layout: Layout | None, dim: int) -> Factor | None:
 
 
 def _inner(call: Call, plane: Plane, words: dict[str, Any]) -> Call:
-    """The call as the axes that do not cut the plane see it. Where pooling asks for the shape of a plane alone, it lies as its
-    gradient."""
+    """The call as the axes that do not shard the plane see it. Where pooling asks for the shape of a plane alone, it lies as
+    its gradient."""
     tensors = {name: call.tensors[i].without(plane.axes) for name, i in _slots(call).items()}
     if "self" in tensors and "grad_output" in tensors:
         dims = [*tensors["grad_output"].dims[: plane.dims.start], *((whole(n),) for n in plane.sizes)]
@@ -247,7 +247,7 @@ def _work(outer: Any, call: Call, plane: Plane) -> float:
 
 
 def _bytes(choice: Choice) -> list[int]:
-    """Bytes that the worst rank receives for each cut dim; stretches along one dim travel along the next."""
+    """Bytes that the worst rank receives for each sharding dim; stretches along one dim travel along the next."""
     layout, found = choice.source, []
     shape = {d: layout.held(d) for d in range(layout.ndim)}
     for one in choice.plane.halos:
@@ -275,7 +275,7 @@ def _run(choice: Choice, tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     mesh, plane, source = choice.source.mesh, choice.plane, choice.source
     total = _crossings(choice) * sum(_bytes(choice))
     if total:
-        check(tools.operator, total, lambda: f"it sends rows between the pieces of {source}")
+        check(tools.operator, total, lambda: f"it sends rows between the shards of {source}")
     given = {**dict(zip(signature(op).names, args, strict=False)), **kwargs}
     values = dict(choice.words)
     for name, want in choice.wants.items():
@@ -284,11 +284,11 @@ def _run(choice: Choice, tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
             local = move(local, have, want, tools.operator)
             values[name] = brought(local, plane.halos, want, choice.fill) if _ROLES.get(name) == "plane" else local
         else:
-            values[name] = door(mesh).each(_blank, mesh, values["grad_output"], _stretched(choice))
-    numbers = [door(mesh).number(first, mesh) for first in plane.firsts(source)]
-    starts = [door(mesh).number(first, mesh) for first in _starts(plane, source)]
+            values[name] = transport(mesh).each(_blank, mesh, values["grad_output"], _stretched(choice))
+    numbers = [transport(mesh).number(first, mesh) for first in plane.firsts(source)]
+    starts = [transport(mesh).number(first, mesh) for first in _starts(plane, source)]
     shapes = [PerRank(layout.local_shape) for layout in choice.results]
-    outs = door(mesh).each(choice.kernel, mesh, list(values.values()), numbers, starts, shapes[0])
+    outs = transport(mesh).each(choice.kernel, mesh, list(values.values()), numbers, starts, shapes[0])
     several = list(outs) if isinstance(outs, tuple) else [outs]
     if _gives_back(choice):
         several[0] = given_back(several[0], plane.halos, choice.results[0])
@@ -451,7 +451,7 @@ def _divisor(plane: Plane, call: Call) -> Callable[[Tensor, Sequence[Tensor]], T
 
 
 def _windowed(names: Iterable[str], way: Way) -> None:
-    """Rows that exist already, and let rows be sent where the plane is cut."""
+    """Rows that exist already, and let rows be sent where the plane is sharded."""
     for name in names:
         row = TABLE[f"aten.{name}"]
         TABLE[f"aten.{name}"] = replace(row, function=partial(_function, row, way))

@@ -11,7 +11,7 @@ from torch import SymInt, Tensor
 
 from .._torch.tensors import dispatch_modes, format_like, no_modes, probe, quick_call, runs_on_hosts
 from ..base.caches import new_cache
-from ..comm import door
+from ..comm import transport
 from ..comm.host_collectives import is_eager
 from ..comm.watch.debug import compares, digest
 from ..errors import MeshError
@@ -94,7 +94,7 @@ def by_name(facts: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _compare_plain(cls: Any, facts: Signature, mesh: Mesh, given: list[tuple[str, Any]]) -> None:
     """Have the ranks compare the values of plain tensors, which are taken for the same on all."""
-    world = door(mesh, facts.name)
+    world = transport(mesh, facts.name)
     for name, value in given:
         for x in value if isinstance(value, list | tuple) else (value,):
             if isinstance(x, Tensor) and not isinstance(x, cls) and is_eager(x):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base.caches import memo
-from ..comm import Bundle, door
+from ..comm import Bundle, transport
 from ..errors import OperatorError, WorldError
 from ..layouts.layout import Layout, PerRank
 
@@ -40,7 +40,7 @@ class Box(NamedTuple):
 def boxes(layout: Layout, place: int) -> tuple[Box, ...]:
     """The boxes of the global tensor that the rank at a place of the root mesh holds; none where it holds no elements.
 
-    >>> from .layout import Factor, Mesh, make_layout, whole
+    >>> from ..layouts.layout import Factor, Mesh, make_layout, whole
     >>> mesh = Mesh(("tp",), (2,), range(2), "cpu", "simulated")
     >>> strided = Layout.of(mesh, [[whole(2), Factor(4, ("tp",), (2, 2))]])
     >>> boxes(strided, 1)
@@ -71,20 +71,20 @@ def _with_starts(runs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
 def held(local: Tensor, layout: Layout) -> list[tuple[Box, Tensor]]:
     """The boxes that lie in this process, each with the local tensor that it lies in: a rank's own, or all simulated ranks'."""
     if layout.partials:
-        pending = " and ".join(f"a {kind} over {axis}" for axis, kind in layout.partials)
+        partials = " and ".join(f"a {kind} over {axis}" for axis, kind in layout.partials)
         raise OperatorError(
-            f"torch.distributed.checkpoint: {layout} is pending {pending}, so no rank holds its values; store "
+            f"torch.distributed.checkpoint: {layout} is partial {partials}, so no rank holds its values; store "
             "x.redistribute(placements=x.layout.reduced()), and load into a tensor with Shard and Replicate placements only"
         )
     mesh, found = layout.mesh, list[tuple[Box, Tensor]]()
-    if door(mesh).place(mesh) < 0:
+    if transport(mesh).place(mesh) < 0:
         return found
 
-    def collect(piece: Tensor, place: int) -> None:
-        _check_piece(piece, layout, place)
-        found.extend((box, piece) for box in boxes(layout, place))
+    def collect(shard: Tensor, place: int) -> None:
+        _check_shard(shard, layout, place)
+        found.extend((box, shard) for box in boxes(layout, place))
 
-    door(mesh).each(collect, mesh, local, PerRank(lambda place: place))
+    transport(mesh).each(collect, mesh, local, PerRank(lambda place: place))
     if not layout.shape.numel():  # no rank holds an element, and the checkpoint must still know the tensor
         whole = Box((0,) * layout.ndim, tuple(layout.shape), (0,) * layout.ndim)
         found.append((whole, torch.empty(layout.shape, dtype=layout.dtype, device=layout.device)))
@@ -94,18 +94,18 @@ def held(local: Tensor, layout: Layout) -> list[tuple[Box, Tensor]]:
 def write_items(local: Tensor, layout: Layout, name: str) -> list[Any]:
     """What this process can write of a tensor; torch picks one writer of each box that several processes hold."""
     metadata, planner = _modules()
-    first = {box.offset: (box, piece) for box, piece in reversed(held(local, layout))}
+    first = {box.offset: (box, shard) for box, shard in reversed(held(local, layout))}
     return [
         planner.WriteItem(
             index=metadata.MetadataIndex(name, torch.Size(box.offset)),
             type=planner.WriteItemType.SHARD,
             tensor_data=planner.TensorWriteData(
                 chunk=_chunk(box),
-                properties=metadata.TensorProperties.create_from_tensor(piece),
+                properties=metadata.TensorProperties.create_from_tensor(shard),
                 size=layout.shape,
             ),
         )
-        for box, piece in first.values()
+        for box, shard in first.values()
     ]
 
 
@@ -147,14 +147,14 @@ def _modules() -> tuple[Any, Any]:
 def check_loaded(local: Tensor, layout: Layout, place: int) -> None:
     """Refuse what a pickle holds unless it is what this process holds of the tensor."""
     _check_place(layout, place)
-    pieces = local.pieces if isinstance(local, Bundle) else (local,)
+    shards = local.shards if isinstance(local, Bundle) else (local,)
     places = range(len(layout.mesh.ranks)) if layout.mesh.world == "simulated" else (place,)
-    if len(pieces) != len(places):
+    if len(shards) != len(places):
         raise WorldError(
-            f"loading {layout} on the mesh {layout.mesh}: it lies in {len(places)} pieces, given are {len(pieces)}"
+            f"loading {layout} on the mesh {layout.mesh}: it lies in {len(places)} shards, given are {len(shards)}"
         )
-    for at, piece in zip(places, pieces, strict=True):
-        _check_piece(piece, layout, at)
+    for at, shard in zip(places, shards, strict=True):
+        _check_shard(shard, layout, at)
 
 
 def _check_place(layout: Layout, place: int) -> None:
@@ -162,7 +162,7 @@ def _check_place(layout: Layout, place: int) -> None:
     mesh, job = layout.mesh, dist.is_initialized()
     if mesh.world == "simulated" or (not job and not layout.states):
         return
-    if job and max(mesh.ranks) < dist.get_world_size() and _hold_the_same(layout, door(mesh).place(mesh), place):
+    if job and max(mesh.ranks) < dist.get_world_size() and _hold_the_same(layout, transport(mesh).place(mesh), place):
         return
     here = f"rank {dist.get_rank()} of {dist.get_world_size()}" if job else "a process without a job"
     held = "nothing" if place < 0 else f"what rank {mesh.ranks[place]} held"
@@ -181,13 +181,13 @@ def _hold_the_same(layout: Layout, own: int, place: int) -> bool:
     return own == place or (min(own, place) >= 0 and all(points[own][i] == points[place][i] for i in alike))
 
 
-def _check_piece(piece: Tensor, layout: Layout, place: int) -> None:
+def _check_shard(shard: Tensor, layout: Layout, place: int) -> None:
     """Refuse a local tensor that is none of a layout: of a pickle that was changed, or of a promise that does not hold."""
     shape = layout.local_shape(max(place, 0))
-    if tuple(piece.shape) != shape or piece.dtype != layout.dtype:
+    if tuple(shard.shape) != shape or shard.dtype != layout.dtype:
         raise OperatorError(
             f"{layout}: the rank at place {place} of mesh {layout.mesh} holds {layout.dtype} {list(shape)} of it, and here is "
-            f"a tensor {piece.dtype} {list(piece.shape)}; give from_local the pieces of that layout, or run_check=True"
+            f"a tensor {shard.dtype} {list(shard.shape)}; give from_local the shards of that layout, or run_check=True"
         )
 
 

@@ -16,7 +16,7 @@ from torch import SymInt, Tensor
 
 from .._torch.tensors import dispatch_modes, no_dispatch, no_modes, raw_call, rebuilt, untraced
 from ..base.caches import new_cache
-from ..comm import door
+from ..comm import transport
 from ..errors import LayoutError, OperatorError, ShardwiseError
 from ..layouts.layout import Layout, Number, PerRank, SymbolicLayout
 from ..layouts.mesh import Mesh
@@ -125,11 +125,11 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     return _several(cls, known.makers, local) if known.makers else args[0]
 
 
-def _several(cls: Any, makers: Any, pieces: Any) -> tuple[Any, ...]:
+def _several(cls: Any, makers: Any, shards: Any) -> tuple[Any, ...]:
     outs = []
-    for (make, layout), piece in zip(makers, pieces):  # noqa: B905  `strict` costs as much as an attribute of a wrapper
-        self = wrap(cls, piece, layout) if piece.is_meta else make()
-        self._local = piece
+    for (make, layout), shard in zip(makers, shards):  # noqa: B905  `strict` costs as much as an attribute of a wrapper
+        self = wrap(cls, shard, layout) if shard.is_meta else make()
+        self._local = shard
         self._layout = layout
         outs.append(self)
     return tuple(outs)
@@ -169,7 +169,7 @@ class Known:
 
 
 class Exact:
-    """The local call of an operator through which pending values pass, where a number among its arguments lets them.
+    """The local call of an operator through which partial values pass, where a number among its arguments lets them.
 
     Infinity times a sum is not the sum of infinities, nor is a sum divided by 0: with such a number the operator runs on whole
     tensors. Numbers are no part of a key, so they are looked at here; so are replicated tensors without dims, on hosts.
@@ -199,12 +199,12 @@ class Exact:
         results = [layout for layout in self.known.decision.results if layout is not None]
         placed = [move(x, to.replicated(), to) for x, to in zip(out if len(results) > 1 else (out,), results, strict=True)]
         if self.known.signature.in_place:
-            return door(self.known.mesh).each(_write, self.known.mesh, target, placed[0])
+            return transport(self.known.mesh).each(_write, self.known.mesh, target, placed[0])
         return tuple(placed) if len(results) > 1 else placed[0]
 
 
 def _passes_by_number(known: Known, given: Arguments) -> bool:
-    """Whether something is pending in a call that has a number, or a tensor without dims, among its arguments."""
+    """Whether something is partial in a call that has a number, or a tensor without dims, among its arguments."""
     decision = known.decision
     if decision.program or decision.kernel or decision.copy_back or known.per_rank:
         return False
@@ -219,7 +219,7 @@ def _is_unbounded(value: Any, divides: bool, mesh: Mesh) -> bool:
     if isinstance(value, Tensor):
         if value.ndim or value.device.type != "cpu" or dispatch_modes() or not hasattr(value, "tolist"):
             return False
-        if door(mesh).place(mesh) < 0:
+        if transport(mesh).place(mesh) < 0:
             return False
         value = value.tolist()
     return type(value) in (int, float, complex) and (value - value != 0 or (divides and value == 0))
@@ -420,7 +420,7 @@ def _report(error: Exception, known: Known, args: Sequence[Any]) -> None:
     which it does not hold the same as all others."""
     layouts = [getattr(x, "_layout", x) for x in args]
     if any(isinstance(layout, Layout) and layout is not layout.replicated() for layout in layouts):
-        door(known.mesh).report(error, known.mesh, known.signature.name)
+        transport(known.mesh).report(error, known.mesh, known.signature.name)
 
 
 def _locally(call: Callable[..., Any], known: Known, given: Arguments) -> Any:
@@ -429,7 +429,7 @@ def _locally(call: Callable[..., Any], known: Known, given: Arguments) -> Any:
     body = decision.kernel or known.call
     if decision.kernel is None and not known.per_rank:
         return call(body, given.positional, given.named)
-    world = door(known.mesh)
+    world = transport(known.mesh)
     extra = [world.number(item, known.mesh) if isinstance(item, Number) else item for item in decision.extra]
     local = world.each(call, known.mesh, body, [*given.positional, *extra], given.named)
     if known.signature.in_place:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._torch.tensors import Function, is_transforming
 from ..base.argument_checks import a_function, a_module, a_tensor, optional
-from ..comm import door
+from ..comm import transport
 from ..comm.interception import watched
 from ..layouts.layout import Layout, Placements, contiguous_stride, dense_stride, make_layout, whole
 from ..layouts.mesh import Mesh, chosen
@@ -64,7 +64,7 @@ def distribute(tensor: Tensor, on: Mesh, placements: Any, source: int | None) ->
 
 def _distributed(tensor: Tensor, layout: Layout, source: int | None) -> DTensor:
     mesh = layout.mesh
-    world = door(mesh, "distribute_tensor")
+    world = transport(mesh, "distribute_tensor")
     local = world.each(_own, mesh, world.replicate(tensor.detach(), mesh))
     if source is not None:
         local = watched("distribute_tensor", ("broadcast", mesh), local, partial(world.broadcast, local, mesh, source))

@@ -14,14 +14,14 @@ from .._torch.tensors import NotTraced, tracing_context
 from ..comm.interception import watched
 from ..layouts.layout import Layout, Number, PerRank, whole
 from ..random.bits import Draw, recipe
-from ..random.keys import box, piece, sides, traced_key, traced_piece
+from ..random.keys import box, draw_shard, sides, traced_key, traced_shard
 
 aten = torch.ops.aten
 UNIFORM, NORMAL = Draw("uniform", (0.0, 1.0)), Draw("normal", (0.0, 1.0))
 
 
 def draw(tools: Any, layout: Layout, how: Draw, generator: Generator | None = None) -> Any:
-    """Random numbers of the shape and dtype of a layout, cut like it, with nothing pending."""
+    """Random numbers of the shape and dtype of a layout, sharded like it, with nothing partial."""
     layout = layout.reduced()
     if layout.dtype.is_complex:
         return _complex(tools, layout, how, generator)
@@ -29,9 +29,9 @@ def draw(tools: Any, layout: Layout, how: Draw, generator: Generator | None = No
     facts = (layout.mesh, how, layout, PerRank(layout.local_shape))
     if tracing_context() is not None:
         key = traced_key(layout.mesh, generator)
-        return tools.wrap(tools.each(traced_piece, *facts, _traced_spans(tools, layout), key, layout.device), layout)
+        return tools.wrap(tools.each(traced_shard, *facts, _traced_spans(tools, layout), key, layout.device), layout)
     drawn = tools.key(layout.mesh, generator)
-    run = partial(tools.each, piece, *facts, box(layout), drawn, layout.device)
+    run = partial(tools.each, draw_shard, *facts, box(layout), drawn, layout.device)
     return tools.wrap(watched("shardwise.draw", (how, layout, drawn), None, run), layout)
 
 

@@ -1,4 +1,4 @@
-"""DTensor: one global tensor whose pieces live on many ranks, and the ways in and out of it."""
+"""DTensor: one global tensor whose shards live on many ranks, and the ways in and out of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .._torch.tensors import (
 from .._torch.tracer import TAKES_BRANCHES, reader, teach_state_dicts
 from ..base.argument_checks import flag
 from ..base.caches import memo
-from ..comm import door
+from ..comm import transport
 from ..comm.rank_specific import current
 from ..errors import OperatorError
 from ..layouts.layout import Factor, Layout, PerRank, Placements, dense_stride, make_layout, restore_layout
@@ -98,7 +98,7 @@ class DTensor(torch.Tensor):
         layout = local_layout(local_tensor, mesh, placements, run_check, shape, stride)
         if grad_placements is not None:
             grad_placements = make_layout(layout.shape, mesh, grad_placements, layout.dtype, layout.stride)
-        return of_pieces(local_tensor, layout, grad_placements)
+        return from_shards(local_tensor, layout, grad_placements)
 
     def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
         """What this rank holds (in a simulated world: the bundle of what each rank holds; on a rank that is not in the mesh: a
@@ -137,7 +137,7 @@ class DTensor(torch.Tensor):
         """
         try:
             wanted = target(self._layout, device_mesh, placements)
-        except TypeError:  # uneven pieces of a size that is a symbol: the program holds for the size at hand only
+        except TypeError:  # uneven shards of a size that is a symbol: the program holds for the size at hand only
             if type(self._layout) is Layout:
                 raise
             self._layout = self._layout.settled()
@@ -157,7 +157,7 @@ class DTensor(torch.Tensor):
             grad_placements = make_layout(self.shape, self.mesh, grad_placements, self.dtype).placements
         whole = self.redistribute(placements=self._layout.replicated())
         differentiable = whole.requires_grad and torch.is_grad_enabled()
-        found: Tensor = _ToPlain.apply(whole, grad_placements) if differentiable else door(self.mesh).plain(whole._local)
+        found: Tensor = _ToPlain.apply(whole, grad_placements) if differentiable else transport(self.mesh).plain(whole._local)
         return found.clone() if whole is self else found
 
     # ── what it is ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -276,7 +276,7 @@ class DTensor(torch.Tensor):
         if not self.is_leaf:
             raise OperatorError("only a leaf DTensor can be deep-copied; call .detach() first")
         with torch.no_grad():  # tensors of this rank that share memory do so in the copy
-            local = door(self.mesh).each(functools.partial(copy.deepcopy, memo=memo), self.mesh, self._local)
+            local = transport(self.mesh).each(functools.partial(copy.deepcopy, memo=memo), self.mesh, self._local)
             copied = wrap(DTensor, local, self._layout)
         copied = _like(copied, self.requires_grad, getattr(self, "_is_param", False))
         if self.grad is not None:
@@ -286,7 +286,7 @@ class DTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         layout = self._layout
-        facts = self.requires_grad, getattr(self, "_is_param", False), door(layout.mesh).place(layout.mesh)
+        facts = self.requires_grad, getattr(self, "_is_param", False), transport(layout.mesh).place(layout.mesh)
         return _rebuild, (self._local.detach(), layout, *facts)
 
     untyped_storage, data_ptr = map(for_torch, ("untyped_storage", "data_ptr"))
@@ -328,15 +328,15 @@ class DTensor(torch.Tensor):
             self: DTensor = made[0]()
             self._local, self._layout = local, made[1]
             return self
-        door(form.mesh).ready(form.mesh)  # a program from a cache may run here without having been traced
+        transport(form.mesh).ready(form.mesh)  # a program from a cache may run here without having been traced
         if None in size or None in stride:  # torch lost what it had found to be a number
             size = [
                 n * form.parts(dim) if told is None else told
                 for dim, (n, told) in enumerate(zip(local.shape, size, strict=True))
             ]
             stride = dense_stride(size, local.stride())
-        for dim, (whole, piece) in enumerate(zip(size, local.shape, strict=True)):
-            if isinstance(whole, SymInt) and whole != piece * form.parts(dim):
+        for dim, (whole, shard) in enumerate(zip(size, local.shape, strict=True)):
+            if isinstance(whole, SymInt) and whole != shard * form.parts(dim):
                 int(whole)  # uneven, and so of one size only
         return wrap(DTensor, local, form.layout(size, local.dtype, stride))
 
@@ -364,7 +364,7 @@ class DTensor(torch.Tensor):
             self.requires_grad,
         ]
         if not layout.even or (trace is not None and trace.specific):
-            facts.append(door(layout.mesh).place(layout.mesh))
+            facts.append(transport(layout.mesh).place(layout.mesh))
             if trace is not None:
                 trace.keyed = True
         return hashlib.blake2b(repr((library_key(), facts)).encode(), digest_size=20).hexdigest()
@@ -375,7 +375,7 @@ def _values(x: DTensor) -> str:
     layout, mesh = x._layout, x.mesh
     if mesh.world == "simulated":
         return str(x.data.full_tensor())
-    place = door(mesh).place(mesh)
+    place = transport(mesh).place(mesh)
     if place < 0:
         return f"this rank holds nothing of it: it is not in mesh {mesh}"
     if isinstance(x, Severed) and x.is_stale:
@@ -385,7 +385,7 @@ def _values(x: DTensor) -> str:
         return local
     runs = [[f"{start}:{stop}" for start, stop in layout.runs(dim, place)] for dim in range(layout.ndim)]
     part = f"[{', '.join('+'.join(several) or 'nothing' for several in runs)}]" if runs else "it"
-    pending = "".join(f", pending a {kind} over {axis}" for axis, kind in layout.partials)
+    pending = "".join(f", Partial({kind}) over {axis}" for axis, kind in layout.partials)
     return f"rank {mesh.root.ranks[place]} holds {part}{pending}; x.full_tensor() on every rank has the whole:\n{local}"
 
 
@@ -524,7 +524,7 @@ class _FromLocal(Function):
     def forward(ctx: Any, local: Tensor, layout: Layout, grad_layout: Layout | None) -> DTensor:
         mine = settled(local.detach())
         ctx.layout, ctx.grad_layout = layout, grad_layout
-        ctx.left_out = mine if door(layout.mesh).place(layout.mesh) < 0 else None
+        ctx.left_out = mine if transport(layout.mesh).place(layout.mesh) < 0 else None
         return wrap(DTensor, _owned(mine, layout), layout)
 
     @staticmethod
@@ -532,7 +532,7 @@ class _FromLocal(Function):
         partials = () if ctx.grad_layout is not None else ctx.layout.partials
         kinds = {kind for _, kind in partials}
         if not kinds <= {"sum", "avg"}:
-            raise OperatorError(f"from_local of {ctx.layout}: pieces pending a {kinds.pop()} have no gradient")
+            raise OperatorError(f"from_local of {ctx.layout}: shards Partial({kinds.pop()}) have no gradient")
         grad = align_grad(grad, ctx.grad_layout or ctx.layout.reduced())
         for axis in (axis for axis, kind in partials if kind == "avg"):
             grad = grad / ctx.layout.mesh.axis_sizes[axis]
@@ -548,14 +548,14 @@ class _ToLocal(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         mesh = ctx.layout.mesh
-        grad = door(mesh).each(_fitting, mesh, grad, PerRank(ctx.layout.local_shape))
-        return of_pieces(grad, ctx.layout), None
+        grad = transport(mesh).each(_fitting, mesh, grad, PerRank(ctx.layout.local_shape))
+        return from_shards(grad, ctx.layout), None
 
 
 def _fitting(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A rank's gradient, if it has the shape of the rank's piece (bundles of uneven pieces go by the shape of the first)."""
+    """A rank's gradient, if it has the shape of the rank's shard (bundles of uneven shards go by the shape of the first)."""
     if tuple(grad.shape) != shape:
-        raise OperatorError(f"to_local: a gradient of shape {list(grad.shape)} came back for a piece of shape {list(shape)}")
+        raise OperatorError(f"to_local: a gradient of shape {list(grad.shape)} came back for a shard of shape {list(shape)}")
     return grad.contiguous()  # not one element for all, as of a sum: a leaf keeps what it is given, and adds to it
 
 
@@ -565,22 +565,22 @@ class _ToPlain(Function):
         ctx.layout = x._layout
         if grad_placements is not None:
             ctx.layout = make_layout(x.shape, x.mesh, grad_placements, x.dtype)
-        return door(x.mesh).plain(x._local).detach()
+        return transport(x.mesh).plain(x._local).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if isinstance(grad, DTensor):  # the plain tensor met a DTensor
             return align_grad(grad, ctx.layout.reduced()), None
         # not one element for all, as of a sum: a leaf keeps what it is given, and adds to it
-        local = door(ctx.layout.mesh).replicate(grad.contiguous(), ctx.layout.mesh)
-        return of_pieces(local, ctx.layout), None
+        local = transport(ctx.layout.mesh).replicate(grad.contiguous(), ctx.layout.mesh)
+        return from_shards(local, ctx.layout), None
 
 
 # ── the ways in ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def of_pieces(local: Tensor, layout: Layout, grad_layout: Any = None) -> DTensor:
-    """The DTensor of which each rank gives its piece."""
+def from_shards(local: Tensor, layout: Layout, grad_layout: Any = None) -> DTensor:
+    """The DTensor of which each rank gives its shard."""
     if local.requires_grad and torch.is_grad_enabled():
         return _FromLocal.apply(local, layout, grad_layout)
     return wrap(DTensor, _owned(settled(local), layout), layout)
@@ -588,7 +588,7 @@ def of_pieces(local: Tensor, layout: Layout, grad_layout: Any = None) -> DTensor
 
 def _owned(local: Tensor, layout: Layout) -> Tensor:
     """What each rank gives, as a local value."""
-    return door(layout.mesh).own(local, layout.mesh, PerRank(layout.local_shape))
+    return transport(layout.mesh).own(local, layout.mesh, PerRank(layout.local_shape))
 
 
 def settled(x: Tensor) -> Tensor:

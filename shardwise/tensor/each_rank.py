@@ -16,15 +16,15 @@ from ..comm import Bundle
 def each_rank(function: Callable[..., Any], *args: Any) -> Any:
     """What a function makes, on every rank, of what that rank holds: a tensor, or a tuple of tensors.
 
-    On processes it is `function(*args)`. In a simulated world it is called once for each place, with the pieces of every
+    On processes it is `function(*args)`. In a simulated world it is called once for each place, with the shards of every
     `Bundle`, which may be of any shapes. All tensors that need gradients have to be arguments.
 
     >>> x = Bundle([torch.ones(2), torch.ones(3)]).requires_grad_()
-    >>> each_rank(lambda x: x.sum() * 2, x).sum().pieces
+    >>> each_rank(lambda x: x.sum() * 2, x).sum().shards
     (tensor(4.), tensor(6.))
     """
     a_function(function, "each_rank: function")
-    places = {len(x.pieces) for x in args if isinstance(x, Bundle)}
+    places = {len(x.shards) for x in args if isinstance(x, Bundle)}
     if not places or torch.compiler.is_compiling():
         return function(*args)
     alone: list[bool] = []
@@ -53,7 +53,7 @@ class _Each(Function):
         ctx.needed = [isinstance(x, Tensor) and x.requires_grad for x in args]
         ctx.inputs, ctx.results = [], []
         for place in range(run.count):
-            given = [x.pieces[place] if isinstance(x, Bundle) else x for x in args]
+            given = [x.shards[place] if isinstance(x, Bundle) else x for x in args]
             leaves = [x.detach().requires_grad_() if need else x for x, need in zip(given, ctx.needed, strict=True)]
             with torch.enable_grad():
                 ctx.results.append(run(tuple(leaves)))
@@ -66,15 +66,15 @@ class _Each(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        pieces = []
+        shards = []
         for place, (inputs, results) in enumerate(zip(ctx.inputs, ctx.results, strict=True)):
             flows = [i for i, out in enumerate(results) if out.requires_grad and grads[i] is not None]
-            given = [grads[i].pieces[place] for i in flows]
+            given = [grads[i].shards[place] for i in flows]
             found = (
                 torch.autograd.grad([results[i] for i in flows], inputs, given, allow_unused=True)
                 if flows
                 else [None] * len(inputs)
             )
-            pieces.append([torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)])
-        bundles = iter([Bundle(several) for several in zip(*pieces, strict=True)])
+            shards.append([torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)])
+        bundles = iter([Bundle(several) for several in zip(*shards, strict=True)])
         return None, *(next(bundles) if need else None for need in ctx.needed)

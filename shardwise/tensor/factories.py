@@ -1,5 +1,5 @@
 """New DTensors from sizes: `zeros`, `ones`, `full`, `empty`, `rand`, `randn`, `randint`, `randperm`. No rank makes more than
-its own piece, except of a permutation; random numbers are those of the whole tensor whatever the mesh."""
+its own shard, except of a permutation; random numbers are those of the whole tensor whatever the mesh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 from ..base.argument_checks import a_dtype, flag, integer, optional, refuse, sizes
-from ..comm import door
+from ..comm import transport
 from ..errors import MeshError, OperatorError
 from ..layouts.layout import Layout, PerRank, Placements, make_layout
 from ..layouts.mesh import Mesh, chosen
@@ -68,7 +68,7 @@ def made_tensor(shape: Sequence[int], mesh: Mesh, placements: Any, dtype: torch.
     elif want.draw:
         made = draw(Tools(DTensor), layout, Draw(*want))
     else:
-        local = door(mesh).each(_fill, mesh, PerRank(layout.local_shape), want.numbers, dtype, layout.device)
+        local = transport(mesh).each(_fill, mesh, PerRank(layout.local_shape), want.numbers, dtype, layout.device)
         made = wrap(DTensor, local, layout)
     return made
 
@@ -99,7 +99,7 @@ def zeros(
     requires_grad: bool = False,
     device_mesh: Mesh | Any = None,
 ) -> DTensor:
-    """Zeros. A pending axis is replicated: every rank knows the value.
+    """Zeros. A partial axis is replicated: every rank knows the value.
 
     >>> import shardwise as sw
     >>> zeros(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._torch.tensors import composite, decompositions, knows_conjugates, overloads, schema, tree_map_only
-from ..comm import check, door, note_decomposed, note_fallback
+from ..comm import check, note_decomposed, note_fallback, transport
 from ..errors import OperatorError
 from ..layouts.layout import make_layout
 from ..layouts.placement import Replicate
@@ -159,7 +159,7 @@ def gather(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
 
     given = {**dict(zip(facts.names, args, strict=False)), **kwargs}
     values = [_nothing(v) if name in facts.outs else gathered(v) for name, v in given.items()]
-    outs, written = door(mesh).each(partial(_aware, func, tuple(given)), mesh, *values)
+    outs, written = transport(mesh).each(partial(_aware, func, tuple(given)), mesh, *values)
     if facts.written:
         several = outs if len(facts.returns) > 1 else (outs,)
         new = [(None, _wrapped(tools, out, mesh)) for name, out in zip(facts.returns, several, strict=False) if name is None]

@@ -1,4 +1,4 @@
-"""Which layout the placements that a user gives stand for: as the target of a move, or of pieces that each rank gives."""
+"""Which layout the placements that a user gives stand for: as the target of a move, or of shards that each rank gives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..base.argument_checks import a_dtype, a_tensor, flag, integer, integers, optional, shown, sizes
 from ..base.caches import memo
-from ..comm import door, seen
+from ..comm import seen, transport
 from ..comm.interception import watched
 from ..errors import LayoutError, MeshError
 from ..layouts.layout import Factor, Layout, PerRank, Placements, dense_stride, make_layout, whole_shape
@@ -86,7 +86,7 @@ def local_layout(local: Tensor, mesh: Mesh, placements: Any, run_check: bool, sh
         placements = (Replicate(),) * mesh.ndim
     elif not isinstance(placements, dict | Layout):
         placements = tuple(placements) if isinstance(placements, Sequence) else (placements,)
-    world = door(mesh, "from_local")
+    world = transport(mesh, "from_local")
     if run_check:
         return checked_layout(local, mesh, placements, shape, stride)
     size, steps = shape, stride
@@ -103,7 +103,7 @@ def local_layout(local: Tensor, mesh: Mesh, placements: Any, run_check: bool, sh
 
 @memo("from_local", limit=4096)
 def assumed_layout(local: Any, dtype: torch.dtype, mesh: Any, placements: Any, shape: Any, stride: Any) -> Layout:
-    """The layout of equal pieces, or of the chunks of `shape`."""
+    """The layout of equal shards, or of the chunks of `shape`."""
     if isinstance(placements, Layout):
         return fitting(placements, placements.shape if shape is None else shape, dtype, mesh, "from_local")
     if shape is None:
@@ -112,19 +112,19 @@ def assumed_layout(local: Any, dtype: torch.dtype, mesh: Any, placements: Any, s
 
 
 def checked_layout(local: Tensor, mesh: Mesh, placements: Any, shape: Any, stride: Any) -> Layout:
-    """The layout that fits the pieces of all ranks, from their shapes; a rank outside the mesh is not told them."""
-    world = door(mesh, "from_local")
+    """The layout that fits the shards of all ranks, from their shapes; a rank outside the mesh is not told them."""
+    world = transport(mesh, "from_local")
     shapes = watched("from_local", ("shapes", mesh), local, lambda: world.shapes(local, mesh))
     told = _told_layout(local.dtype, mesh, placements, shape, stride)
     layout = _found_layout(shapes, local.dtype, mesh, placements, stride) if shapes else told
     if layout is None:
         raise LayoutError(
             f"from_local on a rank that is none of the {len(mesh.ranks)} ranks of mesh {mesh}: they do not tell it the shapes "
-            "of their pieces; give shape="
+            "of their shards; give shape="
         )
     if shape is not None and (told is not layout or tuple(shape) != tuple(layout.shape)):
         raise LayoutError(
-            f"from_local: the pieces make up {layout}, but shape={list(shape)} was given, which is {told} by these placements; "
+            f"from_local: the shards make up {layout}, but shape={list(shape)} was given, which is {told} by these placements; "
             "leave shape out, or give the size of each shard, as in Shard(0, sizes=(1, 3))"
         )
     for place, have in enumerate(shapes):
@@ -142,12 +142,12 @@ def _told_layout(dtype: torch.dtype, mesh: Mesh, placements: Any, shape: Any, st
 
 
 def _found_layout(shapes: Any, dtype: torch.dtype, mesh: Mesh, placements: Any, stride: Any) -> Layout:
-    """The layout that the shapes of all pieces tell."""
+    """The layout that the shapes of all shards tell."""
     if isinstance(placements, Layout):
         return placements
     probe = make_layout(whole_shape(shapes[0], mesh, placements), mesh, placements, dtype, stride)
     given = [taken(p) for p in (placements.values() if isinstance(placements, dict) else placements)]
-    if any(isinstance(p, StridedShard) or (isinstance(p, Shard) and p.sizes) for p in given):  # they say how large pieces are
+    if any(isinstance(p, StridedShard) or (isinstance(p, Shard) and p.sizes) for p in given):  # they say how large shards are
         return probe
     sizes = [[shapes[place][dim] for place in mesh.peers(0, probe.axes_of(dim))] for dim in range(probe.ndim)]
     dims = [[Factor(sum(n), probe.axes_of(dim), tuple(n))] for dim, n in enumerate(sizes)]

@@ -54,7 +54,7 @@ def _move(move: Any) -> tuple[DTensor | Layout, Any]:
 
 
 def _pair(mesh: Mesh, tensor: DTensor | Layout, placements: Placements | Layout) -> tuple[Layout, Layout]:
-    """What is moved and where to, with nothing pending: a reduction leaves its result where the summands are."""
+    """What is moved and where to, with nothing partial: a reduction leaves its result where the summands are."""
     have: Layout = tensor.layout if isinstance(tensor, DTensor) else tensor
     if isinstance(placements, Layout) and placements.mesh is not mesh:
         raise MeshError(f"relabel of mesh {mesh}: the layout {placements} is on mesh {placements.mesh}; give placements")

@@ -15,7 +15,7 @@ import torch
 from torch import Generator, SymInt, Tensor
 
 from .._torch.tensors import known, make_wrapper, rebuilt, tracing_context, unseen, untraced
-from ..comm import door, seen
+from ..comm import seen, transport
 from ..comm.rank_specific import mark_specific
 from ..comm.watch.log import watching
 from ..errors import OperatorError
@@ -89,7 +89,7 @@ def local_on(cls: Any, tensor: Any, mesh: Mesh) -> tuple[Tensor, Layout]:
     """A tensor's local value and layout on a mesh; a plain tensor is taken as replicated."""
     if not isinstance(tensor, cls):
         layout = make_layout(tensor.shape, mesh, [Replicate()] * mesh.ndim, tensor.dtype, tensor.stride())
-        return door(mesh).replicate(tensor.resolve_conj().resolve_neg(), mesh), layout
+        return transport(mesh).replicate(tensor.resolve_conj().resolve_neg(), mesh), layout
     layout = tensor._layout
     if layout.mesh is mesh:
         return tensor._local, layout
@@ -104,7 +104,7 @@ def key_on(mesh: Mesh, generator: Generator | None = None) -> tuple[int, int]:
 
 def _agree(mesh: Mesh, made_of: str, due: bool) -> None:
     if due or watching.get() is not None:
-        door(mesh, "random numbers").agree(made_of, mesh, due)
+        transport(mesh, "random numbers").agree(made_of, mesh, due)
 
 
 def _key_now(after: Tensor | None, mesh: str) -> Tensor:
@@ -144,7 +144,7 @@ class Tools:
 
     def distribute(self, tensor: Tensor, layout: Layout) -> Any:
         """A plain tensor, equal on every rank, in a layout."""
-        world, whole = door(layout.mesh), layout.replicated()
+        world, whole = transport(layout.mesh), layout.replicated()
         local = world.replicate(tensor, layout.mesh)
         if layout is whole:
             local = world.each(torch.clone, layout.mesh, local)  # ranks of one process must not share what they write to
@@ -158,7 +158,7 @@ class Tools:
     def plain(self, x: Any, operator: str = "") -> Tensor:
         """The whole value as an ordinary tensor, on every rank."""
         layout = x._layout
-        return door(layout.mesh).plain(move(x._local, layout, layout.replicated(), operator))
+        return transport(layout.mesh).plain(move(x._local, layout, layout.replicated(), operator))
 
     def become(self, x: Any, value: Any) -> None:
         """Make `x` show the data of another DTensor, and its shape and layout, in place."""
@@ -172,7 +172,7 @@ class Tools:
     def each(self, kernel: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
         """A function of local tensors on every rank; DTensors among the arguments give their locals."""
         locals_ = [a._local if isinstance(a, self.cls) else a for a in args]
-        return door(mesh).each(kernel, mesh, *locals_)
+        return transport(mesh).each(kernel, mesh, *locals_)
 
     def look(self, check: Callable[[Tensor], None], x: Any) -> None:
         """Have every rank look at what it holds of a tensor, where there are values to look at: not in a trace, nor on a rank
@@ -181,16 +181,16 @@ class Tools:
             return
         if not self.is_distributed(x):
             check(x)
-        elif door(x._layout.mesh).place(x._layout.mesh) >= 0:
+        elif transport(x._layout.mesh).place(x._layout.mesh) >= 0:
             self.each(check, x._layout.mesh, x)
 
     def number(self, value: PerRank, mesh: Mesh) -> Tensor:
         """A number of each rank, as a local 0-d tensor."""
-        return door(mesh).number(value, mesh)
+        return transport(mesh).number(value, mesh)
 
     def offset(self, layout: Layout, dim: int) -> Tensor:
         """The first global index of a dim on each rank, as a local 0-d tensor."""
-        return door(layout.mesh).number(PerRank(lambda place: layout.offset(place)[dim]), layout.mesh)
+        return transport(layout.mesh).number(PerRank(lambda place: layout.offset(place)[dim]), layout.mesh)
 
     def mesh(self, *values: Any) -> Mesh:
         """The mesh of the first DTensor among some arguments (lists included)."""
@@ -215,8 +215,8 @@ def as_int(index: Any) -> Any:
 
 
 def written_at(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
-    """`index` and `value` to write to a DTensor. An integer would select from a dim: where that is cut, a slice of one keeps
-    the dim, and with it a view to write through."""
+    """`index` and `value` to write to a DTensor. An integer would select from a dim: where that is sharded, a slice of one
+    keeps the dim, and with it a view to write through."""
     several = tuple(map(as_int, index)) if isinstance(index, tuple) else (as_int(index),)
     if not all(i is Ellipsis or type(i) in (int, slice) for i in several) or several.count(Ellipsis) > 1:
         return index, value

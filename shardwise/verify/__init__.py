@@ -2,7 +2,7 @@
 
 In the order of imports, which go down only:
 
-    spread        distributes a tensor from index sets alone, with pending values that are hard to get right
+    spread        distributes a tensor from index sets alone, with partial values that are hard to get right
     compare       how a value on DTensors differs from the one on one device
     calls         `Sample`: one call of an operator on plain tensors
     soundness     whether everything that a rule offers gives what one device gives

@@ -1,4 +1,4 @@
-"""How a value on DTensors differs from the one on one device: in kind, shape, dtype, the piece of a rank, or the numbers."""
+"""How a value on DTensors differs from the one on one device: in kind, shape, dtype, the shard of a rank, or the numbers."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def _difference(got: Any, want: Any, relative: float) -> str | None:
     want = want.detach()
     if not isinstance(got, DTensor):
         return _numbers(got.detach(), want, relative)
-    for place, piece in enumerate(got._local.pieces):  # type: ignore[attr-defined]
-        if tuple(piece.shape) != got.layout.local_shape(place):
-            return f"holds {list(piece.shape)} at rank {place} of {got.layout}, not {list(got.layout.local_shape(place))}"
-    common = shared(got._local.pieces) if want.layout == torch.strided else None  # type: ignore[attr-defined]
+    for place, shard in enumerate(got._local.shards):  # type: ignore[attr-defined]
+        if tuple(shard.shape) != got.layout.local_shape(place):
+            return f"holds {list(shard.shape)} at rank {place} of {got.layout}, not {list(got.layout.local_shape(place))}"
+    common = shared(got._local.shards) if want.layout == torch.strided else None  # type: ignore[attr-defined]
     if common is not None:
         return f"gives ranks {common[0]} and {common[1]} memory in common: a write on one would be one on the other"
     texts = (_numbers(whole, want, relative) for whole in assembled(got))

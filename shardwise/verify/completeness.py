@@ -1,7 +1,7 @@
 """Whether a rule is *complete*: by brute force over one mesh axis, the placements for which the plain local operator, with the
-arguments as they are, gives pieces of the right result; those that the rule does not offer are missing.
+arguments as they are, gives shards of the right result; those that the rule does not offer are missing.
 
-A placement counts if it holds for every sample like it, on two and on three ranks, for several splits of pending values and for
+A placement counts if it holds for every sample like it, on two and on three ranks, for several splits of partial values and for
 other values of the tensors, so that no coincidence is taken for a law.
 """
 
@@ -24,7 +24,7 @@ from ..tensor.schema import signature
 from .calls import Sample
 from .compare import close
 from .soundness import MESHES, bound_call, kinds_of
-from .spread import flat, pieces_of, reduced, spread
+from .spread import flat, local_shards, reduced, spread
 
 #: Combinations of placements tried of one sample at most, and tensors that are not just replicated.
 COMBINATIONS, JOINTLY = 250, 3
@@ -58,7 +58,7 @@ def missing(samples: Sequence[Sample], rule: Rule) -> list[str]:
     dtype = next((d for d in DTYPES if any(d is sample.tensors[0].dtype for sample in telling)), None)
     tried = [sample for sample in telling if sample.tensors[0].dtype is dtype]
     for several in _grouped(tried, lambda sample: tuple(t.dtype for t in sample.tensors)):
-        for states, results in _laws(several, _pending).items():
+        for states, results in _laws(several, _partial_over).items():
             if not _is_offered(several[0], rule, states):
                 found[_entry(several[0], states, results)] = None
     for several in _grouped(tried, Sample.kind):
@@ -97,8 +97,8 @@ def _grouped(samples: Iterable[Sample], key: Callable[[Sample], Any]) -> Iterabl
     return groups.values()
 
 
-def _pending(sample: Sample) -> Iterable[States]:
-    """States of all tensors in which only some are pending, all in the same way. An average is a sum that was scaled."""
+def _partial_over(sample: Sample) -> Iterable[States]:
+    """States of all tensors in which only some are partial, all in the same way. An average is a sum that was scaled."""
     count = min(len(sample.tensors), JOINTLY)
     rest = (None,) * (len(sample.tensors) - count)
     for kind in ("sum", "max", "min", "product"):
@@ -109,7 +109,7 @@ def _pending(sample: Sample) -> Iterable[States]:
 
 
 def _cutting(sample: Sample) -> Iterable[States]:
-    """States of all tensors in which some are cut; what is pending beside is pending a sum."""
+    """States of all tensors in which some are sharded; what is partial beside is Partial(sum)."""
     options: list[list[State]] = []
     for number, tensor in enumerate(sample.tensors):
         sums = ["sum"] if "sum" in kinds_of(tensor) else []
@@ -127,9 +127,9 @@ def _shown(states: Iterable[State]) -> str:
 
 
 def _has_reason(entry: str, rule: Rule) -> bool:
-    """Whether the rule says why it does not offer this: `unoffered="max min: why"` is about all with a pending max or min."""
+    """Whether the rule says why it does not offer this: `unoffered="max min: why"` is about all with a partial max or min."""
     words = {word.strip() for word in entry.partition(" -> ")[0].split(",")}
-    kinds = {"cut" if word.startswith("S(") else word for word in words}
+    kinds = {"shard" if word.startswith("S(") else word for word in words}
     return any(kinds & set(reason.partition(":")[0].split()) for reason in rule.unoffered.split(";"))
 
 
@@ -181,10 +181,10 @@ def _results(sample: Sample, states: States, mesh: Mesh, turn: int) -> list[Stat
     ranks = []
     for number, (tensor, state) in enumerate(zip(sample.tensors, states, strict=True)):
         layout = make_layout(tensor.shape, mesh, [_placement(state)], tensor.dtype)
-        ranks.append(pieces_of(tensor, layout, turn + 10 * number).pieces)  # not split alike
+        ranks.append(local_shards(tensor, layout, turn + 10 * number).shards)  # not split alike
     want = flat(sample.run())
     try:
-        gots = [flat(sample.run(pieces)) for pieces in zip(*ranks, strict=True)]
+        gots = [flat(sample.run(shards)) for shards in zip(*ranks, strict=True)]
     except Exception:  # whatever an operator raises that is given the wrong shapes
         return []
     if any(len(got) != len(want) for got in gots):

@@ -15,7 +15,7 @@ SWEEPS = (Sweep((2,)), Sweep((2, 2)), Sweep((2,), inplace=True))
 
 #: Why operators that raise do.
 REASONS = {
-    "as_strided_scatter": "its gradient is written through `as_strided`, and no view of a cut tensor is one of all its memory",
+    "as_strided_scatter": "its gradient is written through `as_strided`, and no view of a shard is one of all its memory",
     "tensor_split": "torch reads split points that are a tensor out of its memory before it asks anyone; give them as numbers",
     "addbmm": "in place it would give its argument another shape, which torch itself deprecates",
 }
@@ -25,7 +25,7 @@ HEAD = """# Coverage
 Written by `python -m shardwise verify --coverage docs/coverage.md`, with torch {version} on a CPU; not to be edited.
 
 Every operator of `torch.testing`'s database (float32 where it has it) is called on up to 6 samples with up to 14 combinations
-of placements each: replicated, cut along every dim (uneven and empty shards included) and pending a sum of unlike summands.
+of placements each: replicated, sharded along every dim (uneven and empty shards included) and Partial(sum) of unlike summands.
 Results, arguments after the call, and gradients for a random cotangent are compared with those of one device on every rank.
 *Right*: on every combination. *Raises*: an error on some combination. *Wrong*: another value without an error. Where a gradient
 is nan on one device it is not compared.

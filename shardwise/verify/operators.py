@@ -123,7 +123,8 @@ def _runs(case: Case) -> bool:
 
 
 def placements_of(tensor: Tensor, mesh: Mesh) -> list[tuple[Placement, ...]]:
-    """The placements of a tensor that are tried: replicated, cut along every dim, also into nothing and all, pending a sum."""
+    """The placements of a tensor that are tried: replicated, sharded along every dim, also into nothing and all,
+    Partial(sum)."""
     options: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(tensor.ndim))]
     if tensor.dtype is not torch.bool:
         options.append(Partial("sum"))
@@ -201,7 +202,7 @@ def _run(case: Case, tensors: list[Any], differentiable: bool, inplace: bool, pl
 
 
 def _spread_cotangents(mesh: Mesh, number: int) -> Any:
-    """Gradients of results are replicated, cut or pending, in turn."""
+    """Gradients of results are replicated, shard or partial, in turn."""
 
     def placed(out: Any, cotangent: Tensor) -> Any:
         if not isinstance(out, DTensor):

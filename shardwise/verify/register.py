@@ -19,7 +19,7 @@ from .soundness import Counterexample, check
 
 
 def rule(op: Any, sentence: str, *, samples: Sequence[tuple[Any, ...]], **words: Any) -> None:
-    """Say how an operator of your own may be cut, as in `"m k, k n -> m n"`; `samples` are arguments to prove it with.
+    """Say how an operator of your own may be sharded, as in `"m k, k n -> m n"`; `samples` are arguments to prove it with.
 
     `words` are those of `propagation.notation.Rule`: `linear`, `lost`, `passes`, `whole`, `kernel` and so on. All that the
     rule allows is tried on the samples, and it is refused, with a counterexample, where one device gives something else.
@@ -141,9 +141,9 @@ def _meaning(found: Counterexample) -> str:
     if choice is None:
         return "with the moves that it needs"
     if choice.label is None:
-        return f"where a pending {next(s for s in choice.wants if isinstance(s, str))} is said to pass"
+        return f"where a partial {next(s for s in choice.wants if isinstance(s, str))} is said to pass"
     left = next((state for state in choice.results if isinstance(state, str)), None)
-    return f"where {choice.label!r} is cut" + (f" and the result is said to be pending a {left}" if left else "")
+    return f"where {choice.label!r} is sharded" + (f" and the result is said to be Partial({left})" if left else "")
 
 
 def _remedy(found: Counterexample) -> str:
@@ -155,5 +155,7 @@ def _remedy(found: Counterexample) -> str:
     if choice.label is None:
         return "Leave these arguments out of linear= (the operator is not additive in them), or the kind out of passes=."
     if any(isinstance(state, str) for state in choice.results):
-        return f"Say what cutting {choice.label!r} leaves, as lost='max', or that it cannot be cut: whole={choice.label!r}."
-    return f"If {choice.label!r} cannot be cut, say whole={choice.label!r}; if pieces need another function, give kernel=."
+        return (
+            f"Say what sharding {choice.label!r} leaves, as lost='max', or that it cannot be sharded: whole={choice.label!r}."
+        )
+    return f"If {choice.label!r} cannot be sharded, say whole={choice.label!r}; if shards need another function, give kernel=."

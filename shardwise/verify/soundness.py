@@ -82,10 +82,10 @@ class Counterexample:
         lines = ["import torch", "import shardwise as sw", "from math import inf, nan", "from shardwise import *", ""]
         lines += [f"mesh = sw.init_mesh({axes})"]
         for name, tensor, placement, x in zip(names, sample.tensors, trial.placements, trial.spread(), strict=True):
-            pieces = ", ".join(literal(piece) for piece in x._local.pieces)  # type: ignore[attr-defined]
+            shards = ", ".join(literal(shard) for shard in x._local.shards)  # type: ignore[attr-defined]
             shape = f"shape={tuple(tensor.shape)}, run_check=False"
             lines += [f"{name} = {literal(tensor)}"]
-            lines += [f"d{name} = DTensor.from_local(sw.Bundle([{pieces}]), mesh, {list(placement)}, {shape})"]
+            lines += [f"d{name} = DTensor.from_local(sw.Bundle([{shards}]), mesh, {list(placement)}, {shape})"]
         lines += [f"print({sample.written(names)})  # one device"]
         call = sample.written([f"d{name}" for name in names])
         if trial.choices is None:
@@ -145,7 +145,7 @@ def _candidates(sample: Sample, rule: Rule) -> list[Candidate]:
 
 
 def kinds_of(tensor: Tensor) -> list[str]:
-    """The kinds of pending values that a tensor is tried with."""
+    """The kinds of partial values that a tensor is tried with."""
     if tensor.dtype is torch.bool:
         return ["max", "min"]
     if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -160,8 +160,8 @@ def _can(tensor: Tensor, state: State) -> bool:
 
 
 def _placed(choices: Sequence[Candidate], sample: Sample, mesh: Mesh, sizes: Any) -> tuple[tuple[Placement, ...], ...] | None:
-    """The placements that candidates want; explicit sizes (-1: all) for what is cut. None where there is nothing to cut so, or
-    a tensor cannot be pending in two ways."""
+    """The placements that candidates want; explicit sizes (-1: all) for what is sharded. None where there is nothing to shard
+    so, or a tensor cannot be partial in two ways."""
     if sizes is not None and not any(isinstance(state, int) for choice in choices for state in choice.wants):
         return None
     placed = []
@@ -226,5 +226,5 @@ def check(sample: Sample, rule: Rule) -> tuple[int, list[Counterexample]]:
 
 
 def _untouched(x: DTensor) -> bool:
-    """Whether the pieces, which were filled once, were not written to since."""
-    return all(piece._version <= 1 for piece in x._local.pieces)  # type: ignore[attr-defined]
+    """Whether the shards, which were filled once, were not written to since."""
+    return all(shard._version <= 1 for shard in x._local.shards)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Distributes a tensor from index sets alone, without `redistribute`, and with pending values that are hard to get right.
+"""Distributes a tensor from index sets alone, without `redistribute`, and with partial values that are hard to get right.
 
 Summands have alternating signs and uneven magnitudes, other ones from element to element, and add up exactly; where a max or a
-product is pending, every element has its own rank that holds it.
+product is partial, every element has its own rank that holds it.
 """
 
 from __future__ import annotations
@@ -23,74 +23,74 @@ UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: 
 
 
 def spread(tensor: Tensor, mesh: Mesh, placements: Any, turn: int = 0) -> DTensor:
-    """A DTensor of a plain tensor; another `turn` splits pending values otherwise.
+    """A DTensor of a plain tensor; another `turn` splits partial values otherwise.
 
     >>> from ..comm import init_mesh
-    >>> from ..placement import Partial
-    >>> spread(torch.tensor([3.0, 5.0]), init_mesh(a=2), [Partial()]).to_local().pieces
+    >>> from ..layouts.placement import Partial
+    >>> spread(torch.tensor([3.0, 5.0]), init_mesh(a=2), [Partial()]).to_local().shards
     (tensor([ 6., -5.]), tensor([-3., 10.]))
     """
     layout = placements if isinstance(placements, Layout) else make_layout(tensor.shape, mesh, placements, tensor.dtype)
-    return DTensor.from_local(pieces_of(tensor, layout, turn), mesh, layout, run_check=False)
+    return DTensor.from_local(local_shards(tensor, layout, turn), mesh, layout, run_check=False)
 
 
-def pieces_of(tensor: Tensor, layout: Layout, turn: int = 0) -> Bundle:
+def local_shards(tensor: Tensor, layout: Layout, turn: int = 0) -> Bundle:
     """What each rank holds of a tensor in a layout."""
-    mesh, pieces = layout.mesh, []
+    mesh, shards = layout.mesh, []
     for place in range(len(mesh.ranks)):
-        piece = tensor
+        shard = tensor
         for dim in range(tensor.ndim):
             index = [i for start, stop in layout.runs(dim, place) for i in range(start, stop)]
             if len(index) != tensor.shape[dim]:
-                piece = piece.index_select(dim, torch.tensor(index, dtype=torch.long))
+                shard = shard.index_select(dim, torch.tensor(index, dtype=torch.long))
         point = dict(zip(mesh.axes, mesh.coordinates[place], strict=True))
         for number, (axis, kind) in enumerate(layout.partials):
             how = f"{kind} of one" if kind in ("sum", "avg") and number else kind
-            piece = split(piece, how, mesh.axis_sizes[axis], turn + number)[point[axis]]
-        pieces.append(torch.empty_like(piece, memory_format=torch.preserve_format).copy_(piece))
-    return Bundle(pieces)
+            shard = split(shard, how, mesh.axis_sizes[axis], turn + number)[point[axis]]
+        shards.append(torch.empty_like(shard, memory_format=torch.preserve_format).copy_(shard))
+    return Bundle(shards)
 
 
 def assembled(x: DTensor) -> list[Tensor]:
-    """The whole value, as each set of ranks that hold a copy of it has it; from index sets alone, as `pieces_of`.
+    """The whole value, as each set of ranks that hold a copy of it has it; from index sets alone, as `local_shards`.
 
     >>> from ..comm import init_mesh
-    >>> from ..placement import Shard
+    >>> from ..layouts.placement import Shard
     >>> assembled(spread(torch.arange(3), init_mesh(a=2, b=2), {"a": Shard(0)}))
     [tensor([0, 1, 2]), tensor([0, 1, 2])]
     """
-    layout, mesh, pieces = x._layout, x._layout.mesh, x._local.pieces  # type: ignore[attr-defined]
+    layout, mesh, shards = x._layout, x._layout.mesh, x._local.shards  # type: ignore[attr-defined]
     kinds = dict(layout.partials)
     copies = [axis for axis in mesh.axes if axis not in layout.states]
     wholes: dict[Any, dict[Any, Tensor]] = {}
-    for place, piece in enumerate(pieces):
+    for place, shard in enumerate(shards):
         point = dict(zip(mesh.axes, mesh.coordinates[place], strict=True))
         summands = wholes.setdefault(tuple(point[axis] for axis in copies), {})
-        pending = tuple(point[axis] for axis in kinds)
-        dense = piece.detach().to_dense() if piece.layout is not torch.strided else piece.detach()
-        if pending not in summands:
-            summands[pending] = torch.empty(layout.shape, dtype=dense.dtype)
-        _put(summands[pending], dense, layout, place)
+        partials = tuple(point[axis] for axis in kinds)
+        dense = shard.detach().to_dense() if shard.layout is not torch.strided else shard.detach()
+        if partials not in summands:
+            summands[partials] = torch.empty(layout.shape, dtype=dense.dtype)
+        _put(summands[partials], dense, layout, place)
     return [_combined(summands, list(kinds.values())) for summands in wholes.values()]
 
 
-def _put(whole: Tensor, piece: Tensor, layout: Layout, place: int) -> None:
+def _put(whole: Tensor, shard: Tensor, layout: Layout, place: int) -> None:
     index: list[Any] = []
-    for dim in range(piece.ndim):
+    for dim in range(shard.ndim):
         held = [i for start, stop in layout.runs(dim, place) for i in range(start, stop)]
-        index.append(torch.tensor(held, dtype=torch.long).view([-1 if d == dim else 1 for d in range(piece.ndim)]))
-    if piece.dtype in UNSIGNED:  # which torch cannot write by index
-        whole, piece = whole.view(UNSIGNED[piece.dtype]), piece.contiguous().view(UNSIGNED[piece.dtype])
-    whole[tuple(index)] = piece
+        index.append(torch.tensor(held, dtype=torch.long).view([-1 if d == dim else 1 for d in range(shard.ndim)]))
+    if shard.dtype in UNSIGNED:  # which torch cannot write by index
+        whole, shard = whole.view(UNSIGNED[shard.dtype]), shard.contiguous().view(UNSIGNED[shard.dtype])
+    whole[tuple(index)] = shard
 
 
 def _combined(summands: dict[Any, Tensor], kinds: list[str]) -> Tensor:
     """The summands reduced over one axis after the other."""
     for kind in reversed(kinds):
         groups: dict[Any, list[Tensor]] = {}
-        for pending, value in sorted(summands.items(), key=lambda item: item[0]):
-            groups.setdefault(pending[:-1], []).append(value)
-        summands = {pending: reduced(values, kind) for pending, values in groups.items()}
+        for partials, value in sorted(summands.items(), key=lambda item: item[0]):
+            groups.setdefault(partials[:-1], []).append(value)
+        summands = {partials: reduced(values, kind) for partials, values in groups.items()}
     return summands[()]
 
 
@@ -100,7 +100,7 @@ def reduced(values: Sequence[Tensor], kind: str) -> Tensor:
 
 
 def split(x: Tensor, kind: str, ranks: int, turn: int = 0) -> list[Tensor]:
-    """What each of some ranks holds of a value that is pending.
+    """What each of some ranks holds of a value that is partial.
 
     >>> split(torch.tensor([1.0, 2.0]), "max", 2)
     [tensor([1.0000, 1.6250]), tensor([-1.,  2.])]

@@ -56,7 +56,7 @@ def functions(mesh: Mesh) -> dict[str, Callable[[Tensor], Tensor]]:
     return {f.__name__: f for f in (ring, halo, mixed, rows, turned)}
 
 
-def piece() -> Tensor:
+def shard() -> Tensor:
     """A rank's own numbers."""
     make = torch.Generator().manual_seed(dist.get_rank())
     return torch.randn(4, 8, generator=make).requires_grad_()
@@ -72,7 +72,7 @@ def both(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tenso
 def is_right(function: Callable[[Tensor], Tensor], backend: str) -> bool:
     """Whether a function compiled is what it is operator by operator."""
     compiled = torch.compile(function, backend=backend, fullgraph=True)
-    pairs = zip(both(compiled, piece()), both(function, piece()), strict=True)
+    pairs = zip(both(compiled, shard()), both(function, shard()), strict=True)
     return all(torch.allclose(one, other, atol=1e-5) for one, other in pairs)
 
 

@@ -29,7 +29,8 @@ def fake_job(rank: int, size: int) -> Iterator[None]:
 
 
 def functions(mesh: sw.Mesh) -> dict[str, Function]:
-    """By name: functions of x, f32[8, 16] cut along dim 0 by the first axis, and w, f32[16, 32] cut along dim 1 by the last."""
+    """By name: functions of x, f32[8, 16] sharded along dim 0 by the first axis, and w, f32[16, 32] sharded along dim 1 by the
+    last."""
     first, last = mesh.axes[0], mesh.axes[-1]
     rows = [Shard(0), *[Replicate()] * (mesh.ndim - 1)]
     nothing = [Replicate()] * mesh.ndim
@@ -76,7 +77,7 @@ def functions(mesh: sw.Mesh) -> dict[str, Function]:
         "whole": lambda x, w: (x @ w).full_tensor().square().sum(),
         "asked": lambda x, w: (x @ w).sum() * len(x.placements) * x.mesh.size() * x.device_mesh.axis_sizes[first] / mesh.ndim,
         "nothing": lambda x, w: (x.redistribute(placements=nothing) @ w.redistribute(placements=nothing)).square().sum(),
-        # what follows has uneven pieces somewhere
+        # what follows has uneven shards somewhere
         "joined": lambda x, w: torch.cat([x @ w, (x @ w).sin()], 1).square().sum(),
         "sliced": lambda x, w: (x @ w)[1:6].square().sum(),
         "chosen": lambda x, w: torch.softmax(x @ w, -1)[:, 0].sum(),

@@ -193,7 +193,7 @@ def test_random_numbers_that_inductor_fuses() -> None:
 
 
 def traced_numbers(table: Any) -> list[str]:
-    """The operators of a program that draws on uneven pieces and on even ones, for a compiler that has such a table."""
+    """The operators of a program that draws on uneven shards and on even ones, for a compiler that has such a table."""
     mesh, found = sw.init_mesh(dp=2, tp=2), list[str]()
     x = sw.ones(8, 16, mesh=mesh, placements={"dp": Shard(0), "tp": Shard(1)}).requires_grad_()
 
@@ -292,7 +292,7 @@ def test_training_with_inductor(pool: Any) -> None:
 
 
 def collectives_of_parts() -> list[list[str]]:
-    """What this rank communicates in the forward and in the backward of a function, with pieces of different sizes."""
+    """What this rank communicates in the forward and in the backward of a function, with shards of different sizes."""
     mesh, parts = sw.init_mesh(a=2, b=2), []
     x = sw.distribute_tensor(torch.randn(2), mesh, {"a": Shard(0), "b": Shard(0)}).requires_grad_()
 
@@ -392,12 +392,14 @@ def test_sizes_may_change(ranks: int, axes: dict[str, int], pool: Any) -> None:
     for dynamic, most in ((True, 1), (None, 2)):
         for found in pool(ranks).run(change_sizes, axes, dynamic):
             cut = {name: found.pop(name) for name in ("uneven", "sliced", "joined")}
-            assert max(cut.values()) <= 4, cut  # parts of a cut dim have pieces of given sizes, and they are of one size only
+            assert max(cut.values()) <= 4, (
+                cut
+            )  # parts of a sharded dim have shards of given sizes, and they are of one size only
             assert max(found.values()) <= most, found
 
 
 def write_after_cutting(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a cut of a tensor holds after the tensor was written to; the memory of the two must not be the same."""
+    """What a sharding of a tensor holds after the tensor was written to; the memory of the two must not be the same."""
 
     def function(x: DTensor) -> DTensor:
         cut = x.redistribute(placements=[Shard(0)])
@@ -410,7 +412,7 @@ def write_after_cutting(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_cut_does_not_follow_what_it_was_cut_from(pool: Any) -> None:
-    for rows in (6, 5, 7):  # the second is traced for all sizes, until its uneven pieces say that it cannot be
+    for rows in (6, 5, 7):  # the second is traced for all sizes, until its uneven shards say that it cannot be
         for cut, x in pool(2).run(write_after_cutting, rows):
             assert torch.equal(10 * cut, x) and x.tolist() == [10.0 * (i + 1) for i in range(rows)]
 

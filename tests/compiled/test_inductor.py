@@ -19,17 +19,17 @@ from tests.moves import layouts, most, pairs, spread
 MESHES = [Mesh(("a",), (3,), range(3), "cpu", "simulated"), Mesh(("a", "b"), (2, 2), range(4), "cpu", "simulated")]
 
 
-def moved(pieces: list[Tensor], have: Layout, want: Layout) -> list[Tensor]:
+def moved(shards: list[Tensor], have: Layout, want: Layout) -> list[Tensor]:
     """What every rank holds after a move, from what it holds before it."""
-    found: Any = move(Bundle(pieces), have, want)
-    return [piece * 2 for piece in found.pieces]
+    found: Any = move(Bundle(shards), have, want)
+    return [shard * 2 for shard in found.shards]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_moves_take_parts_of_tensors_by_no_offset_into_memory(mesh: Mesh) -> None:
     """Where Inductor elides a copy of a slice, it takes an offset into the copy (of `as_strided`) for one into the whole."""
     for have, want in pairs(layouts((6, 4), mesh), most(30)):
-        graph = make_fx(lambda *pieces, pair=(have, want): moved(list(pieces), *pair))(*spread(have).pieces).graph
+        graph = make_fx(lambda *shards, pair=(have, want): moved(list(shards), *pair))(*spread(have).shards).graph
         names = {str(node.target) for node in graph.nodes}
         assert not [name for name in names if "as_strided" in name or "unfold" in name], f"{have} → {want}: {names}"
 
@@ -39,10 +39,10 @@ def compare(chosen: list[tuple[Layout, Layout]]) -> None:
     ranks = len(chosen[0][0].mesh.ranks)
 
     def every(*flat: Tensor) -> list[Tensor]:
-        before = [[piece + 1 for piece in flat[i : i + ranks]] for i in range(0, len(flat), ranks)]
-        return [piece for pieces, pair in zip(before, chosen, strict=True) for piece in moved(pieces, *pair)]
+        before = [[shard + 1 for shard in flat[i : i + ranks]] for i in range(0, len(flat), ranks)]
+        return [shard for shards, pair in zip(before, chosen, strict=True) for shard in moved(shards, *pair)]
 
-    flat = [piece for have, _ in chosen for piece in spread(have).pieces]
+    flat = [shard for have, _ in chosen for shard in spread(have).shards]
     got = torch.compile(make_fx(every)(*flat))(*flat)
     for i, (one, other) in enumerate(zip(got, every(*flat), strict=True)):
         assert torch.equal(one, other), f"{chosen[i // ranks]}, place {i % ranks}: {one}, not {other}"
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 
 
 def test_attention_of_torch_with_its_heads_on_two_ranks() -> None:
-    """The one matrix for queries, keys and values is cut across them: their gradients are exchanged."""
+    """The one matrix for queries, keys and values is sharded across them: their gradients are exchanged."""
     torch.manual_seed(0)
     mesh, dense, x = sw.init_mesh(tp=2), Attention(), torch.randn(2, 6, 8)
     model = copy.deepcopy(dense)

@@ -27,7 +27,7 @@ def perceptron() -> nn.Module:
 
 
 def spread(model: nn.Module) -> nn.Module:
-    """The same model with its weights cut along dim 0 over tp, and the rest, buffers too, replicated."""
+    """The same model with its weights sharded along dim 0 over tp, and the rest, buffers too, replicated."""
     model = copy.deepcopy(model)
     for module in model.modules():
         for name, p in list(module._parameters.items()):

@@ -46,7 +46,7 @@ def test_a_layer(pool: Pools, how: str, dtype: torch.dtype) -> None:
 
 
 def run_products(how: str, cut: int, dtype: torch.dtype) -> None:
-    """Experts cut, or their columns: forward and backward as on one device."""
+    """Experts shard, or their columns: forward and backward as on one device."""
     mesh = sw.init_mesh(ep=2)
     make = torch.Generator().manual_seed(0)
     x, w = torch.randn(9, 16, generator=make).to(dtype), torch.randn(4, 16, 32, generator=make).to(dtype)

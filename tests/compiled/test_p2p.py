@@ -49,7 +49,7 @@ def run_graphs(size: int) -> list[str]:
 
     for function in exchanges.functions(mesh).values():
         exchanges.both(
-            torch.compile(function, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True), exchanges.piece()
+            torch.compile(function, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True), exchanges.shard()
         )
     return texts
 
@@ -78,7 +78,7 @@ def run_alone() -> tuple[str, bool]:
         return sent + got * 3
 
     compiled = torch.compile(function, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
-    pairs = list(zip(exchanges.both(compiled, exchanges.piece()), exchanges.both(function, exchanges.piece()), strict=True))
+    pairs = list(zip(exchanges.both(compiled, exchanges.shard()), exchanges.both(function, exchanges.shard()), strict=True))
     return texts[0], all(torch.allclose(*pair) for pair in pairs)
 
 
@@ -114,7 +114,7 @@ def test_rows_by_data(pool: Pools, backend: str) -> None:
 def run_captured() -> bool:
     mesh = sw.init_mesh(pp=2)
     return all(
-        torch.allclose(sw.capture(function)(exchanges.piece().detach()), function(exchanges.piece().detach()))
+        torch.allclose(sw.capture(function)(exchanges.shard().detach()), function(exchanges.shard().detach()))
         for function in exchanges.functions(mesh).values()
     )
 

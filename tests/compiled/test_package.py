@@ -343,7 +343,7 @@ def test_unequal_pieces_are_refused_by_name() -> None:
     mesh = sw.init_mesh(tp=2)
     x, odd = sw.ones(4, 6, mesh=mesh, placements=[Shard(0)]), sw.ones(5, 6, mesh=mesh, placements=[Shard(0)])
     unequal = (
-        "dim 0 of f32[5@tp, 6], of size 5, falls into unequal pieces (3, 2) over tp: the program would be of one rank only"
+        "dim 0 of f32[5@tp, 6], of size 5, falls into unequal shards (3, 2) over tp: the program would be of one rank only"
     )
     assert f"input x: {unequal}" in refused(lambda x: x + 1, odd, mesh=mesh)
     model = nn.Linear(5, 2)

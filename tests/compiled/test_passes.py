@@ -193,7 +193,7 @@ def used_twice(x: Any, w: Any, b: Any, v: Any) -> Any:
 
 
 def piece_times_sum(x: Any, w: Any, b: Any, v: Any) -> Any:
-    """The factor is cut over the group: every rank has another one."""
+    """The factor is sharded over the group: every rank has another one."""
     return total((row_sums(x, w) * v).sum().tanh())
 
 

@@ -65,7 +65,7 @@ CUT = {"query": 0, "key": 0, "value": 0, "up": 0, "out": 1, "down": 1}
 
 
 class Model:
-    """Blocks whose parameters are cut by tp, and a batch that is cut by dp; plain tensors without axes."""
+    """Blocks whose parameters are sharded by tp, and a batch that is sharded by dp; plain tensors without axes."""
 
     def __init__(self, axes: Axes, policy: save.Policy | None, layers: int = 1, rows: int = 4, length: int = 6) -> None:
         torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""Unmodified models of transformers, cut over two ranks and compiled, give what they give on one device, forward and backward.
+"""Unmodified models of transformers, shard over two ranks and compiled, give what they give on one device, forward and
+backward.
 
 Experts that are looped over, and hooks, break the graph inside the loop over the layers.
 """
@@ -31,7 +32,7 @@ SIZES: dict[str, Any] = {
 }
 EXPERTS: dict[str, Any] = {**SIZES, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 
-#: By name of the parameter: the dim that is cut.
+#: By name of the parameter: the dim that is sharded.
 CUTS = {
     **dict.fromkeys(["q_proj.weight", "k_proj.weight", "v_proj.weight", "q_proj.bias", "v_proj.bias"], 0),
     **dict.fromkeys(["gate_proj.weight", "up_proj.weight", "fc1.weight", "fc1.bias", "lm_head.weight", "in_proj.weight"], 0),
@@ -87,7 +88,7 @@ def mamba() -> Any:
 
 
 def cut(model: nn.Module, mesh: sw.Mesh) -> None:
-    """Put a model's parameters on a mesh of one axis, those of them cut that CUTS names."""
+    """Put a model's parameters on a mesh of one axis, those of them sharded that CUTS names."""
     names = {p: name for name, p in model.named_parameters()}
     done: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():

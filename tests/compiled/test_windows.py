@@ -1,4 +1,5 @@
-"""Windows of planes that are cut, compiled: equal pieces make one program for all ranks, in which every row arrives once."""
+"""Windows of planes that are sharded, compiled: equal shards make one program for all ranks, in which every row arrives
+once."""
 
 from __future__ import annotations
 

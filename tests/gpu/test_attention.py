@@ -80,12 +80,12 @@ def test_dropout_in_attention_is_the_same_on_every_rank_and_layout(backend: SDPB
         with sdpa_kernel(backend):
             out = F.scaled_dot_product_attention(*spread, dropout_p=0.3)
             out.sum().backward()
-        pieces = [out.detach(), *(x.grad for x in spread)]
-        found.append([x.redistribute(placements=[R, R]) for x in pieces])
+        shards = [out.detach(), *(x.grad for x in spread)]
+        found.append([x.redistribute(placements=[R, R]) for x in shards])
     for results in zip(*found, strict=True):
         for x in results:
-            for piece in x.to_local().pieces:
-                torch.testing.assert_close(piece, results[0].full_tensor(), atol=1e-2, rtol=1e-2)
+            for shard in x.to_local().shards:
+                torch.testing.assert_close(shard, results[0].full_tensor(), atol=1e-2, rtol=1e-2)
 
 
 def test_dropout_is_the_same_on_every_layout() -> None:

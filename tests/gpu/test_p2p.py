@@ -24,7 +24,7 @@ def local(mesh: Mesh, x: Tensor) -> Any:
 
 
 def first(x: Any) -> Tensor:
-    return x.pieces[0] if isinstance(x, Bundle) else x
+    return x.shards[0] if isinstance(x, Bundle) else x
 
 
 def program(mesh: Mesh) -> Any:
@@ -68,7 +68,7 @@ def test_messages(mesh: Mesh, how: str) -> None:
 
 
 def _gathered(seed: Tensor) -> Tensor:
-    """The gradient of a piece that is the middle of one result, and the ends of another."""
+    """The gradient of a shard that is the middle of one result, and the ends of another."""
     middle = seed[1:5].clone()
     middle[-1] += seed[0]
     middle[:2] += seed[5:]
@@ -102,4 +102,4 @@ def test_by_number() -> None:
         mesh = sw.init_mesh(tp=2, device="cuda")
         x = Bundle([torch.zeros(2, device="cuda"), torch.ones(2, device="cuda")])
         (y,) = p2p.batch([p2p.send(x, to={0: 1, 1: 0}, mesh=mesh), p2p.recv((2,), torch.float32, {0: 1, 1: 0}, mesh=mesh)])
-        assert [piece.tolist() for piece in y.pieces] == [[1, 1], [0, 0]]
+        assert [shard.tolist() for shard in y.shards] == [[1, 1], [0, 0]]

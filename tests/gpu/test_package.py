@@ -25,7 +25,7 @@ pytestmark = [
 
 
 class Model(nn.Module):
-    """A block with an embedding whose table is cut, and operators that Inductor does not lower."""
+    """A block with an embedding whose table is sharded, and operators that Inductor does not lower."""
 
     def __init__(self, mesh: sw.Mesh) -> None:
         super().__init__()

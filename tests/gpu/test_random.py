@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import shardwise as sw
 from shardwise import Shard
 from shardwise.random.bits import Draw, Spans, fill
-from shardwise.random.keys import fill_piece
+from shardwise.random.keys import fill_shard
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -33,7 +33,7 @@ def test_a_gpu_draws_what_the_host_draws(draw: tuple[str, tuple[float, ...]], dt
     ):
         out = torch.empty(box.lengths, dtype=dtype)
         want = fill(out, Draw(*draw), box, (-(2**62), 3))
-        for how in (fill_piece, fill):
+        for how in (fill_shard, fill):
             assert torch.equal(how(out.cuda(), Draw(*draw), box, (-(2**62), 3)).cpu(), want), how
 
 

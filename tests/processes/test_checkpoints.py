@@ -49,7 +49,7 @@ def spread(shape: tuple[int, ...], layout: Layout) -> DTensor:
 
 
 def some_layouts(shape: tuple[int, ...], mesh: Mesh, turn: int) -> list[Layout]:
-    """Every fifth layout of a tensor: uneven and chosen sizes, orders of axes, strided cuts."""
+    """Every fifth layout of a tensor: uneven and chosen sizes, orders of axes, strided shardings."""
     every = [layout for layout in layouts(shape, mesh, ()) if not layout.partials]
     return every[turn % 5 :: 5] or every[:1]
 
@@ -140,7 +140,7 @@ def try_partial(path: Path) -> list[str]:
 def test_pending_values_are_refused(pool: Any, tmp_path: Path) -> None:
     for rank in pool(2).run(try_partial, tmp_path):
         for text in rank:
-            assert "f32[3 | sum@a] is pending a sum over a, so no rank holds its values; store x.redistribute(" in text
+            assert "f32[3 | sum@a] is Partial(sum) over a, so no rank holds its values; store x.redistribute(" in text
 
 
 # ── state dicts ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -325,7 +325,7 @@ def test_a_shard_is_refused_in_a_smaller_job_and_without_one(pool: Any, tmp_path
     for found in pool(2).run(load_from, tmp_path, 0):
         assert all("and this is rank" in text and TOLD in text for text in found.values())
     with pytest.raises(WorldError, match="and this is a process without a job; load it on the rank that saved it"):
-        torch.load(tmp_path / "cut.0", weights_only=False)
+        torch.load(tmp_path / "shard.0", weights_only=False)
     x = torch.load(tmp_path / "copies.3", weights_only=True)["x"]
     assert torch.equal(x.detach().full_tensor(), values((4, 6)))
 
@@ -344,7 +344,7 @@ def test_a_pickle_of_other_pieces_is_refused() -> None:
     x = made(sw.init_mesh(a=2, b=2))["twice"]
     rebuild, (local, layout, *rest) = x.__reduce_ex__(2)
     assert torch.equal(rebuild(local, layout, *rest).full_tensor(), values((4, 6)))
-    with pytest.raises(WorldError, match="it lies in 4 pieces, given are 3"):
-        rebuild(sw.Bundle(local.pieces[:3]), layout, *rest)
+    with pytest.raises(WorldError, match="it lies in 4 shards, given are 3"):
+        rebuild(sw.Bundle(local.shards[:3]), layout, *rest)
     with pytest.raises(OperatorError, match=r"holds torch.float32 \[2, 3\] of it, and here is a tensor torch.float32 \[3, 2\]"):
-        rebuild(sw.Bundle([piece.t() for piece in local.pieces]), layout, *rest)
+        rebuild(sw.Bundle([shard.t() for shard in local.shards]), layout, *rest)

@@ -60,7 +60,7 @@ MOVES: dict[str, tuple[Any, Any, Any, Any]] = {
     "disjoint": ({"a": 2, "b": 2}, [Replicate(), Shard(0)], {"c": 4, "ranks": [7, 6, 5, 4]}, [Shard(0)]),
     "partly the same": ({"a": 4, "ranks": [5, 2, 3, 4]}, [Shard(0)], {"c": 3, "ranks": [4, 5, 6]}, [Shard(1)]),
     "copies to copies": ({"a": 3}, [Replicate()], {"c": 5, "ranks": [2, 3, 4, 5, 6]}, [Replicate()]),
-    "pending to pending": ({"a": 2, "b": 2}, [Partial(), Shard(0)], {"c": 2, "d": 3}, [Shard(1), Partial()]),
+    "partial to partial": ({"a": 2, "b": 2}, [Partial(), Shard(0)], {"c": 2, "d": 3}, [Shard(1), Partial()]),
 }
 
 
@@ -226,7 +226,7 @@ def test_reading(pool: Any) -> None:
     assert "tolist needs its values" in told[3][5] and "its values were asked for" in told[3][0]
     assert told[3][7] == (
         "LayoutError: from_local on a rank that is none of the 2 ranks of mesh (dp=2, tp=1): they do not tell it the shapes of "
-        "their pieces; give shape="
+        "their shards; give shape="
     )
     assert told[1][7] == 4
     assert {answers[8] for answers in told} == {"DTensor(f32[4@dp], mesh=(dp=2, tp=1))"}
@@ -239,8 +239,8 @@ def run_printing() -> list[str]:
     """Each rank prints while the others do something else: where printing communicated, they would meet in it."""
     mesh = sw.init_mesh(dp=2, tp=2)
     x = sw.distribute_tensor(torch.arange(8.0).view(4, 2), mesh, {"dp": Shard(0), "tp": Shard(1)})
-    pending = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()], shape=(2,))
-    cases = [x, x.sum(1), x.view(2, 4).transpose(0, 1), pending, sw.ones(2, mesh=mesh), x[0].t()]
+    partials = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()], shape=(2,))
+    cases = [x, x.sum(1), x.view(2, 4).transpose(0, 1), partials, sw.ones(2, mesh=mesh), x[0].t()]
     texts = [f"{case}\n{case!r}" for case in cases] if dist.get_rank() == 3 else []
     x.redistribute(placements=[Replicate(), Replicate()])
     return texts
@@ -250,8 +250,8 @@ def test_one_rank_prints_alone(pool: Any) -> None:
     whole = "x.full_tensor() on every rank has the whole:"
     texts = pool(4).run(run_printing)[3]
     assert f"rank 3 holds [2:4, 1:2]; {whole}\ntensor([[5.],\n        [7.]])" in texts[0]
-    assert f"rank 3 holds [2:4], pending a sum over tp; {whole}\ntensor([5., 7.])" in texts[1]
-    assert f"rank 3 holds [0:2], pending a sum over dp; {whole}\ntensor([1., 1.])" in texts[3]
+    assert f"rank 3 holds [2:4], Partial(sum) over tp; {whole}\ntensor([5., 7.])" in texts[1]
+    assert f"rank 3 holds [0:2], Partial(sum) over dp; {whole}\ntensor([1., 1.])" in texts[3]
     assert texts[4].splitlines()[1] == "tensor([1., 1.])" and len(texts) == 6
 
 

@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.comm import door
+from shardwise.comm import transport
 from shardwise.comm.watch.debug import announce_batch, finish
 
 #: All ranks must have raised by then.
@@ -46,7 +46,7 @@ def rank_is(*ranks: int) -> bool:
 
 
 def gather(rows: int, axes: tuple[str, ...], mesh: Any) -> torch.Tensor:
-    return door(mesh, f"gather{rows}").all_gather(torch.ones(rows, 2), mesh, axes)
+    return transport(mesh, f"gather{rows}").all_gather(torch.ones(rows, 2), mesh, axes)
 
 
 # ── programs in which ranks go different ways ──
@@ -55,7 +55,7 @@ def gather(rows: int, axes: tuple[str, ...], mesh: Any) -> torch.Tensor:
 def skip(mesh: Any) -> None:
     if not rank_is(1):
         gather(3, ("dp", "tp"), mesh)
-    door(mesh, "sum").all_reduce(torch.ones(4), "sum", mesh, ("dp", "tp"))
+    transport(mesh, "sum").all_reduce(torch.ones(4), "sum", mesh, ("dp", "tp"))
 
 
 def skip_the_last(mesh: Any) -> None:
@@ -82,13 +82,13 @@ def other_shapes_in_one_group(mesh: Any) -> None:
 
 def other_counts(mesh: Any) -> None:
     send = (1, 1, 1, 2) if rank_is(2) else (1, 1, 1, 1)
-    door(mesh, "swap").all_to_all(torch.ones(sum(send)), send, (1, 1, 1, 1), mesh, ("dp", "tp"))
+    transport(mesh, "swap").all_to_all(torch.ones(sum(send)), send, (1, 1, 1, 1), mesh, ("dp", "tp"))
 
 
 def swapped(mesh: Any) -> None:
     steps = [
         lambda: gather(2, ("dp", "tp"), mesh),
-        lambda: door(mesh, "sum").all_reduce(torch.ones(4), "sum", mesh, ("dp", "tp")),
+        lambda: transport(mesh, "sum").all_reduce(torch.ones(4), "sum", mesh, ("dp", "tp")),
     ]
     for step in reversed(steps) if rank_is(1) else steps:
         step()
@@ -171,7 +171,7 @@ def test_all_ranks_raise_the_same_error_soon(pool: Any, program: Callable[[Any],
 
 
 def run_sound() -> tuple[list[Any], list[Any], int]:
-    """What a program gives, with and without debug mode: uneven pieces, pending sums, gradients, other meshes."""
+    """What a program gives, with and without debug mode: uneven shards, partial sums, gradients, other meshes."""
     return program(), under_debug(program), under_debug(len_of_log)
 
 
@@ -335,7 +335,7 @@ def test_a_rank_that_is_long_in_one_call_lives(tmp_path: Path) -> None:
 def test_alone_nothing_is_compared() -> None:
     with sw.debug_mode(), sw.simulate(4):
         mesh = sw.init_mesh(dp=2, tp=2)
-        assert type(door(mesh)).__name__ == "Simulated"
+        assert type(transport(mesh)).__name__ == "Simulated"
     with pytest.raises(sw.ArgumentError, match="debug_mode: timeout is a number above 0, got 0"), sw.debug_mode(timeout=0):
         pass
 

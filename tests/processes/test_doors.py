@@ -1,4 +1,4 @@
-"""Every verb of the door on Gloo ranks gives what the simulated door gives on the same data."""
+"""Every verb of the transport on Gloo ranks gives what the simulated transport gives on the same data."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.comm import Bundle, PerRank, Processes, Simulated, communication, door, init_mesh, trace_comm
+from shardwise.comm import Bundle, PerRank, Processes, Simulated, communication, init_mesh, trace_comm, transport
 from shardwise.comm.absent import Absent
 from shardwise.errors import MeshError, WorldError
 from shardwise.layouts.mesh import Mesh
@@ -137,7 +137,7 @@ def what_does_not_communicate(world, mesh, local):
 
 
 class Traceable(Processes):
-    """The door as a tracer sees it: by torch's own collectives."""
+    """The transport as a tracer sees it: by torch's own collectives."""
 
     def prepare(self, mesh, axes):
         return super().prepare(mesh, axes)._replace(hosts=None)
@@ -146,7 +146,7 @@ class Traceable(Processes):
 def run_every_verb(sizes, ranks, axes, traceable):
     mesh = mesh_of(sizes, ranks, "processes")
     place = here(mesh)
-    world = Traceable() if traceable else door(mesh)
+    world = Traceable() if traceable else transport(mesh)
     found = every_verb(world, mesh, axes, lambda function: function(place))
     assert all(x.is_contiguous() for name, x in found.items() if "each" not in name)
     return place, found
@@ -160,7 +160,7 @@ def test_processes_and_simulation_agree(pool, sizes, ranks, axes, traceable):
     for place, found in pool(len(ranks)).run(run_every_verb, sizes, ranks, axes, traceable):
         assert found.keys() == expected.keys()
         for name, value in found.items():
-            theirs = expected[name].pieces[place]
+            theirs = expected[name].shards[place]
             torch.testing.assert_close(
                 value, theirs, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
             )
@@ -168,7 +168,7 @@ def test_processes_and_simulation_agree(pool, sizes, ranks, axes, traceable):
 
 def run_half_turned():
     mesh = init_mesh(dp=2, tp=2, ranks=[0, 1, 3, 2])
-    return door(mesh).all_gather(torch.tensor([dist.get_rank()]), mesh, ("tp",)).tolist()
+    return transport(mesh).all_gather(torch.tensor([dist.get_rank()]), mesh, ("tp",)).tolist()
 
 
 def test_ranks_in_another_order(pool):
@@ -178,7 +178,7 @@ def test_ranks_in_another_order(pool):
 def run_float_sum():
     mesh = init_mesh(dp=2, tp=2)
     torch.manual_seed(dist.get_rank())
-    return door(mesh).all_reduce(torch.randn(1001), "sum", mesh, mesh.axes)
+    return transport(mesh).all_reduce(torch.randn(1001), "sum", mesh, mesh.axes)
 
 
 def test_replicas_are_bitwise_equal(pool):
@@ -189,8 +189,8 @@ def test_replicas_are_bitwise_equal(pool):
 def run_shapes(ndim):
     mesh = init_mesh(dp=2, tp=2)
     rank = dist.get_rank()
-    same = door(mesh).shapes(torch.ones(rank, 2), mesh)
-    return same, door(mesh).shapes(torch.ones((1,) * (rank if ndim else 0)), mesh)
+    same = transport(mesh).shapes(torch.ones(rank, 2), mesh)
+    return same, transport(mesh).shapes(torch.ones((1,) * (rank if ndim else 0)), mesh)
 
 
 def test_shapes(pool):
@@ -203,7 +203,7 @@ def test_shapes(pool):
 def run_part_of_the_job():
     """A mesh of some ranks: they go on, the others get the shapes that the first of the mesh gets."""
     mesh = init_mesh(dp=2, ranks=[1, 3])
-    world = door(mesh)
+    world = transport(mesh)
     shape = PerRank(lambda place: (place + 2, 1))
     other = init_mesh(dp=2, ranks=[2, 3])
     verbs = [
@@ -256,7 +256,7 @@ def test_a_mesh_the_world_has_no_ranks_for(pool):
 
 
 def run_again(folder):
-    """The same mesh and the same door in one job, in none, and in the next job, whose ranks are turned around."""
+    """The same mesh and the same transport in one job, in none, and in the next job, whose ranks are turned around."""
     mesh = init_mesh(dp=2, tp=2)
     world, rank = Processes(), dist.get_rank()
     before = [world.all_gather(torch.tensor([rank]), mesh, axes).tolist() for axes in (("tp",), mesh.axes)]
@@ -289,7 +289,7 @@ def test_a_job_ends_with_its_threads():
 
 def run_traced():
     mesh = init_mesh(dp=2, tp=2)
-    world = door(mesh)
+    world = transport(mesh)
 
     def program(x):
         x = world.all_reduce(x, "max", mesh, ("dp",)) + world.number(PerRank(lambda place: place * 10), mesh)
@@ -315,11 +315,11 @@ import torch, torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardwise as sw
-from shardwise.comm import door
+from shardwise.comm import transport
 dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
 mesh = sw.init_mesh(here=2, there=2)
 def program(x):
-    world = door(mesh)
+    world = transport(mesh)
     return world.all_gather(world.all_reduce(x, "sum", mesh, ("here", "there")), mesh, ("there",))
 print(make_fx(program, tracing_mode="fake")(torch.ones(2)).code)
 """
@@ -341,7 +341,7 @@ def test_a_graph_runs_where_nothing_was_traced(pool):
 def run_recorded():
     mesh = init_mesh(dp=2, tp=2)
     with trace_comm() as log, communication("auto"):
-        world = door(mesh, "aten.mm")
+        world = transport(mesh, "aten.mm")
         world.all_gather(torch.ones(3, 2), mesh, ("tp",))
         world.all_reduce(torch.ones(8), "sum", mesh, ("dp", "tp"))
         world.shapes(torch.ones(8), mesh)

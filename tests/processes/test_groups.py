@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.comm import door
+from shardwise.comm import transport
 from shardwise.planning.cost import Link, links
 
 
 def gather_ranks(axes: tuple[str, ...], words: dict[str, Any]) -> list[int]:
     """The ranks of this rank's group on the flattened mesh, in its order."""
     flat = sw.init_mesh(dp=2, pp=2, tp=2, **words).flatten(*axes)
-    return door(flat).all_gather(torch.tensor([dist.get_rank()]), flat, flat.axes).tolist()
+    return transport(flat).all_gather(torch.tensor([dist.get_rank()]), flat, flat.axes).tolist()
 
 
 @pytest.mark.parametrize("words", [{}, {"slow": "dp", "groups": "explicit"}], ids=str)
@@ -53,8 +53,8 @@ def meshes_that_differ_in_facts() -> None:
     for words in ({}, {"slow": ("dp",)}, {"groups": "explicit"}, {}):
         mesh = sw.init_mesh(dp=2, tp=2, **words)
         mesh.flatten()
-        pending = sw.distribute_tensor(x, mesh, [Shard(0), Shard(1)]).redistribute(placements=[Partial(), Partial()])
-        assert torch.equal(pending.full_tensor(), x)
+        partials = sw.distribute_tensor(x, mesh, [Shard(0), Shard(1)]).redistribute(placements=[Partial(), Partial()])
+        assert torch.equal(partials.full_tensor(), x)
 
 
 def test_meshes_that_differ_in_facts_share_groups(pool: Any) -> None:

@@ -31,7 +31,7 @@ def run_random(first: int, last: int) -> int:
     for seed in range(first, last):
         mesh = every[seed % 3]
         drawn, place = letters.draw(seed, mesh), mesh.place(dist.get_rank())
-        out, grads = letters.run(drawn, mesh, lambda pieces, at=place: pieces[at].clone())
+        out, grads = letters.run(drawn, mesh, lambda shards, at=place: shards[at].clone())
         flows = [letter for letter in drawn if letter.dtype.is_floating_point]
         for letter, x in zip(drawn, out, strict=True):
             assert torch.equal(x, letter.arrives(place)), (seed, letter)
@@ -167,7 +167,7 @@ def test_what_one_rank_cannot_know_is_found_in_debug_mode(pool: Pools) -> None:
 
 
 def run_relative_in_debug_mode() -> str:
-    """Pieces of a size that only their owner knows of: the others would wait."""
+    """Shards of a size that only their owner knows of: the others would wait."""
     mesh = sw.init_mesh(pp=4)
     size = 3 if dist.get_rank() == 2 else 2
     with pytest.raises(sw.MismatchError) as error, sw.debug_mode(timeout=20):
@@ -194,7 +194,7 @@ def test_halo(pool: Pools) -> None:
     x = Bundle(row.clone() for row in torch.arange(12.0).view(4, 3)).requires_grad_()
     y = p2p.halo_exchange(x, 0, 2, 1, mesh=sw.init_mesh(pp=4))
     (y * torch.arange(6.0)).sum().backward(Bundle(torch.ones(()) for _ in range(4)))
-    want = [torch.cat(pair) for pair in zip(y.pieces, x.grad.pieces, strict=True)]
+    want = [torch.cat(pair) for pair in zip(y.shards, x.grad.shards, strict=True)]
     assert all(torch.equal(*pair) for pair in zip(pool(4).run(run_halo), want, strict=True))
 
 

@@ -225,9 +225,9 @@ def later() -> None:
     moved = x.redistribute(device_mesh=mesh, placements=[Replicate()], async_op=True)
     assert isinstance(moved.to_local(), AsyncCollectiveTensor) and not moved.to_local().completed
     assert torch.equal(moved + 1, distribute_tensor(whole + 1, mesh)) and torch.equal(moved.to_local().wait(), whole)
-    pending = DTensor.from_local(torch.full((4,), float(rank)), mesh, [Partial()])
+    partials = DTensor.from_local(torch.full((4,), float(rank)), mesh, [Partial()])
     for placed, want in (([Replicate()], [6.0] * 4), ([Shard(0)], [6.0])):
-        found = pending.redistribute(placements=placed, async_op=True)
+        found = partials.redistribute(placements=placed, async_op=True)
         assert isinstance(found.to_local(), AsyncCollectiveTensor)
         assert found.redistribute(placements=[Replicate()]).full_tensor().tolist() == [6.0] * 4
         assert (found.to_local() * 1).tolist() == want

@@ -1,4 +1,4 @@
-"""Random numbers on processes: bit by bit those of a simulated world, eager and captured, also on pieces of different sizes."""
+"""Random numbers on processes: bit by bit those of a simulated world, eager and captured, also on shards of different sizes."""
 
 from __future__ import annotations
 

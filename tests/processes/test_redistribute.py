@@ -45,7 +45,7 @@ def moved(ranks: int) -> list[torch.Tensor]:
     """What this rank ends with for every pair; its form is checked here."""
     place, found = dist.get_rank(), []
     for have, want in drawn(ranks, "processes"):
-        local = spread(have).pieces[place]
+        local = spread(have).shards[place]
         result = move(local, have, want)
         if result is not local:
             check_piece(result, want, place, f"{have} → {want}")
@@ -58,13 +58,13 @@ def test_a_sample_of_pairs(ranks: int, pool: Any) -> None:
     by_rank = pool(ranks).run(moved, ranks)
     every = drawn(ranks, "simulated")
     assert len(every) == PAIRS == len(by_rank[0])
-    for (have, want), pieces in zip(every, zip(*by_rank, strict=True), strict=True):
-        for place, (piece, goal) in enumerate(zip(reduced(pieces, want), exact(want.reduced()), strict=True)):
-            assert torch.equal(piece, goal), f"{have} → {want} at place {place}: {piece}, not {goal}"
+    for (have, want), shards in zip(every, zip(*by_rank, strict=True), strict=True):
+        for place, (shard, goal) in enumerate(zip(reduced(shards, want), exact(want.reduced()), strict=True)):
+            assert torch.equal(shard, goal), f"{have} → {want} at place {place}: {shard}, not {goal}"
 
 
 def random_pairs(mesh: sw.Mesh) -> list[tuple[Layout, Layout]]:
-    """From layouts with something pending over several axes to layouts with nothing pending."""
+    """From layouts with something partial over several axes to layouts with nothing partial."""
     every = layouts((5, 4), mesh, ("sum", "avg", "product"), odd=False)
     return pairs([one for one in every if len(one.partials) > 1], 60, [one for one in every if not one.partials])
 
@@ -85,5 +85,5 @@ def test_replicas_agree_to_the_last_bit(ranks: int, axes: dict[str, int], pool: 
     by_rank = pool(ranks).run(reduced_at_random, axes)
     with sw.simulate(ranks):
         every = random_pairs(sw.init_mesh(**axes))
-    for (have, want), pieces in zip(every, zip(*by_rank, strict=True), strict=True):
-        agree(pieces, want, f"{have} → {want}")
+    for (have, want), shards in zip(every, zip(*by_rank, strict=True), strict=True):
+        agree(shards, want, f"{have} → {want}")

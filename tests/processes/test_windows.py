@@ -1,4 +1,5 @@
-"""Windows of planes that are cut, on Gloo ranks: a small network, and planes cut along both dims, empty pieces among them."""
+"""Windows of planes that are sharded, on Gloo ranks: a small network, and planes sharded along both dims, empty shards among
+them."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ def drawn_layouts(draw: Any) -> Layout:
             pieces = draw(st.lists(st.integers(0, 3), min_size=shards, max_size=shards))
             factors.append(Factor(sum(pieces), axes, tuple(pieces)))
         dims.append(factors)
-    pending = [(axis, "sum") for axis in free if draw(st.booleans())]
-    return Layout.of(mesh, dims, pending)
+    partials = [(axis, "sum") for axis in free if draw(st.booleans())]
+    return Layout.of(mesh, dims, partials)
 
 
 def _product(numbers: Any) -> int:
@@ -121,7 +121,7 @@ FEW = (
     ("shape", "placements", "error", "text"),
     [
         ((4, 4), [Shard(5), Replicate()], LayoutError, DIM),
-        ((), [Shard(0), Replicate()], LayoutError, r"a tensor without dims cannot be cut; use Replicate\(\)"),
+        ((), [Shard(0), Replicate()], LayoutError, r"a tensor without dims cannot be sharded; use Replicate\(\)"),
         ((4, 4), [Shard(0)], LayoutError, FEW),
         ((4, 4), {"pp": Shard(0)}, MeshError, r"mesh \(dp=2, tp=4\) has no axis 'pp'; its axes are dp, tp"),
         ((4, 4), [0, Replicate()], LayoutError, r"axis 'dp' takes Shard, Replicate or Partial, got 0"),

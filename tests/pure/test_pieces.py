@@ -1,4 +1,4 @@
-"""Laws of pieces: copies between any two index sets move what both hold, and nothing else; turns go there and back."""
+"""Laws of shards: copies between any two index sets move what both hold, and nothing else; turns go there and back."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_padding_goes_on_and_comes_off() -> None:
     assert unpadded(padded(x, 9), (3, 2)).untyped_storage().nbytes() == 6 * 4
 
 
-# ── equal pieces ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── equal shards ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_the_parts_of_a_dim(coarse: Any, fine: Any, axes: str, parts: Any) -> No
 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 1), (1, 12), (12, 1, 2)], ids=str)
 def test_turns_go_there_and_back(shape: tuple[int, ...]) -> None:
-    """The pieces of a group, stacked in its order, make the whole: for every dim, order and stride."""
+    """The shards of a group, stacked in its order, make the whole: for every dim, order and stride."""
     x = torch.arange(torch.Size(shape).numel()).view(shape)
     for dim, axes in product(range(len(shape)), (("a",), ("b",), ("a", "b"), ("b", "a"))):
         layout = Layout.of(MESH, [[cut(n, axes, MESH)] if i == dim else [whole(n)] for i, n in enumerate(shape)])

@@ -253,10 +253,10 @@ def test_the_proof_refuses_what_is_not_so() -> None:
         Step("all_gather", ("a",), at(S0, S1), at(R, R)),  # b is gathered as well
         Step("take", ("a",), at(S0, R), at(S1, R)),  # nobody holds its columns
         Step("take", (), at(P, R), at(R, R)),  # nothing was reduced
-        Step("all_reduce", ("a",), at(P, P), at(R, R)),  # b is still pending
-        Step("reduce_scatter", ("a",), at(P, R), at(R, S0)),  # a does not cut
+        Step("all_reduce", ("a",), at(P, P), at(R, R)),  # b is still partial
+        Step("reduce_scatter", ("a",), at(P, R), at(R, S0)),  # a does not sharded
         Step("exchange", ("a",), at(S0, S1), at(S1, S0)),  # half of it lies along b
-        Step("all_to_all", ("a",), at(S0, R), at(S1, R)),  # five rows are not equal pieces
+        Step("all_to_all", ("a",), at(S0, R), at(S1, R)),  # five rows are not equal shards
         Step("permute", ("a",), at(S0, R), at(S1, R)),  # rows are not columns
         Step("split", ("a",), at(S0, R), at(P, R)),  # a rank holds its rows only
         Step("embed", ("a",), at(S0, S0), at(P, S0)),
@@ -294,11 +294,11 @@ def test_what_is_missing_is_counted_from_sets(sizes: tuple[int, ...], shape: tup
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_reductions_have_the_textbook_bounds(ranks: int) -> None:
     mesh = mesh_of(ranks)
-    pending, whole_, cut = (sw.layout((64,), mesh, [p]) for p in (P, R, S0))
-    assert lower_bound(pending, whole_) == 2 * (ranks - 1) * 256 // ranks
-    assert lower_bound(pending, cut) == (ranks - 1) * 256 // ranks
+    partials, whole_, cut = (sw.layout((64,), mesh, [p]) for p in (P, R, S0))
+    assert lower_bound(partials, whole_) == 2 * (ranks - 1) * 256 // ranks
+    assert lower_bound(partials, cut) == (ranks - 1) * 256 // ranks
     assert lower_bound(cut, whole_) == (ranks - 1) * 256 // ranks
-    assert lower_bound(whole_, pending) == lower_bound(cut, pending) == 0
+    assert lower_bound(whole_, partials) == lower_bound(cut, partials) == 0
 
 
 # ── the certificate reads well, and is the same everywhere ────────────────────────────────────────────────────────────

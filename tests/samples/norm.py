@@ -1,4 +1,4 @@
-"""Samples for the rules of shardwise/rules/normalisation.py; sizes are odd so that cuts are uneven."""
+"""Samples for the rules of shardwise/rules/normalisation.py; sizes are odd so that shards are uneven."""
 
 from __future__ import annotations
 

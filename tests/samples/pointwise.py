@@ -1,4 +1,4 @@
-"""Samples for the rules of shardwise/rules/pointwise.py; sizes are odd so that cuts are uneven."""
+"""Samples for the rules of shardwise/rules/pointwise.py; sizes are odd so that shards are uneven."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.laws import Sample, sample
 
 aten = torch.ops.aten
 
-#: Between 0 and 1 every function of the table is smooth, so that rounding in a pending sum is not blown up.
+#: Between 0 and 1 every function of the table is smooth, so that rounding in a partial sum is not blown up.
 UNIT = torch.linspace(0.1, 0.9, 15).view(5, 3)
 SIGNED = torch.linspace(-1.7, 1.9, 12).view(3, 4)
 ABOVE = 1 + UNIT

@@ -1,4 +1,4 @@
-"""Samples for the rules of shardwise/rules/pooling.py; values are far apart, so that no pending sum changes an order."""
+"""Samples for the rules of shardwise/rules/pooling.py; values are far apart, so that no partial sum changes an order."""
 
 from __future__ import annotations
 

@@ -52,20 +52,20 @@ TEXTS: dict[str, tuple[Callable[[], Any], str]] = {
     "no tensor": (lambda: sw.distribute_tensor(None, MESH), r"distribute_tensor: tensor is a tensor, got None"),
     "an order of complex numbers": (
         lambda: sw.layout((8,), MESH, {"dp": sw.Partial("max")}, torch.complex64),
-        r"torch\.complex64 has no max, so no tensor of it can be pending one on axis 'dp'",
+        r"torch\.complex64 has no max, so no tensor of it can be partial one on axis 'dp'",
     ),
     "tensors for layouts": (
         lambda: sw.plan(X, X),
         r"plan: have is a Layout, such as x\.layout .*, got a DTensor float32\[8, 4\]",
     ),
     "no function": (lambda: sw.capture(3), r"capture: function is a function, a module or an optimizer's step, got 3"),
-    "pieces of two dtypes": (
+    "shards of two dtypes": (
         lambda: sw.Bundle([torch.ones(2), torch.ones(2, dtype=torch.int64)]),
-        r"the pieces of a Bundle are plain tensors of one dtype, .*got Tensor torch\.float32 on cpu and Tensor torch\.int64",
+        r"the shards of a Bundle are plain tensors of one dtype, .*got Tensor torch\.float32 on cpu and Tensor torch\.int64",
     ),
-    "a halo wider than a piece": (
+    "a halo wider than a shard": (
         lambda: sw.p2p.halo_exchange(X, 0, 5, axis="dp"),
-        r"halo_exchange: 5 rows before and 1 after, of a piece with 4 rows in dim 0",
+        r"halo_exchange: 5 rows before and 1 after, of a shard with 4 rows in dim 0",
     ),
     "a folder for a file": (
         lambda: sw.export(torch.relu, (X,), MESH, Path()),

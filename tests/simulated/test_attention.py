@@ -22,8 +22,8 @@ NAMES = [f"_scaled_dot_product_{name}{end}" for name in ON_CUDA for end in ("", 
 
 def without_data(shape: tuple[int, ...], placements: Any, dtype: torch.dtype = torch.float16) -> DTensor:
     layout = sw.layout(shape, MESH, placements, dtype)
-    pieces = Bundle(torch.empty(layout.local_shape(place), dtype=dtype, device="meta") for place in range(4))
-    return DTensor.from_local(pieces, MESH, layout, run_check=False)
+    shards = Bundle(torch.empty(layout.local_shape(place), dtype=dtype, device="meta") for place in range(4))
+    return DTensor.from_local(shards, MESH, layout, run_check=False)
 
 
 def inputs(heads: int, groups: int, cuts: list[Any]) -> tuple[DTensor, DTensor, DTensor]:
@@ -73,7 +73,7 @@ def gradients(name: str, given: tuple[DTensor, ...], outs: Any) -> Any:
 def fits(x: Any) -> None:
     if isinstance(x, Tensor):
         layout: Layout = x.layout
-        assert [tuple(p.shape) for p in x.to_local().pieces] == [layout.local_shape(place) for place in range(4)], repr(x)
+        assert [tuple(p.shape) for p in x.to_local().shards] == [layout.local_shape(place) for place in range(4)], repr(x)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -47,15 +47,15 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         MeshError,
         r"\(mesh=, device_mesh=\) is a shardwise.Mesh or a torch DeviceMesh, got 'cpu'",
     ),
-    "pieces that do not fit": (
+    "shards that do not fit": (
         lambda: DTensor.from_local(LOCAL, MESH, [Shard(0), Shard(1)], run_check=True),
         LayoutError,
         r"from_local: rank 1 gave \[3, 3\], f32\[4@dp, 6@tp\] has \[2, 3\] there",
     ),
-    "a shape that pieces do not make up": (
+    "a shape that shards do not make up": (
         lambda: DTensor.from_local(X.to_local(), MESH, [Shard(0), Replicate()], shape=(5, 6), run_check=True),
         LayoutError,
-        r"the pieces make up f32\[4@dp, 6\], but shape=\[5, 6\] was given",
+        r"the shards make up f32\[4@dp, 6\], but shape=\[5, 6\] was given",
     ),
     "data of another shape": (
         lambda: setattr(X, "data", torch.ones(2)),

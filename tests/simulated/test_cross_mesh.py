@@ -16,7 +16,7 @@ from shardwise.comm import Simulated
 from shardwise.errors import PlanError
 from shardwise.layouts.layout import Factor, Layout, cut, make_layout, whole
 from shardwise.planning.bounds import lower_bound
-from tests.laws import distributed, equal, pieces_of
+from tests.laws import distributed, equal, local_shards
 
 with sw.simulate(16):
     MESHES = {
@@ -58,8 +58,8 @@ def pairs(shape: tuple[int, ...], one: Mesh, other: Mesh, count: int, partial: b
 def exactly(got: DTensor, x: torch.Tensor, want: Layout, about: str) -> None:
     """Assert that every rank holds its part of `x`, and nothing else."""
     assert got.layout is want
-    for piece, exact in zip(got.to_local().pieces, pieces_of(x, want).pieces, strict=True):
-        assert torch.equal(piece, exact), about
+    for shard, exact in zip(got.to_local().shards, local_shards(x, want).shards, strict=True):
+        assert torch.equal(shard, exact), about
 
 
 @pytest.mark.parametrize("shape", [(24, 6), (5, 4), (1, 2), (7,), (), (0, 4), (4, 3, 2)], ids=str)
@@ -110,7 +110,7 @@ def test_what_every_rank_has_already_is_not_communicated() -> None:
             got = d.redistribute(mesh, placements)
         exactly(got, x, make_layout((8, 4), mesh, placements), f"{d.layout} → {placements} on {mesh}")
         assert (len(log.records) == 0) == (mesh is not FOUR)
-        got.to_local().pieces[0].zero_()
+        got.to_local().shards[0].zero_()
         equal(d, x, "the old tensor does not share memory with the new one")
 
 
@@ -149,7 +149,8 @@ def test_copies_of_each_piece_send_alike(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_share_for_receivers_that_stand_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of eight ranks wants one row of eight, which four ranks hold: rows are too few to be cut, so the four take turns."""
+    """Each of eight ranks wants one row of eight, which four ranks hold: rows are too few to be sharded, so the four take
+    turns."""
     want = sw.init_mesh(p=2, q=4, ranks=range(8, 16))
     loads = sent(monkeypatch, sw.distribute_tensor(torch.randn(2), FOUR), want, [Shard(0), Replicate()])
     assert [loads[rank] for rank in FOUR.ranks] == [2] * 4
@@ -240,7 +241,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         PlanError,
         r"with max_bytes=100: a rank holds 32 bytes before and 128 after, so every plan needs at least 128",
     ),
-    "pieces that a rank outside would take for others": (
+    "shards that a rank outside would take for others": (
         lambda: DTensor.from_local(sw.Bundle([torch.ones(1), torch.ones(3)]), sw.init_mesh(z=2), [Shard(0)], shape=(4,)),
         LayoutError,
         r"nor those of the given shape: \[1\] on rank 0, \[3\] on rank 1; give run_check=True",

@@ -1,7 +1,7 @@
 """Files that were damaged or forged: refused with an error of ours or harmless; no raw error, no hang, no file written.
 
-Damage is a flipped bit, a cut, a run of bytes gone, doubled, moved or overwritten. Forgery is an edit of what the file says of
-itself, with every digest made anew: what makes no sense must then be refused for that.
+Damage is a flipped bit, a sharding, a run of bytes gone, doubled, moved or overwritten. Forgery is an edit of what the file
+says of itself, with every digest made anew: what makes no sense must then be refused for that.
 """
 
 from __future__ import annotations

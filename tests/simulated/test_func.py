@@ -24,7 +24,7 @@ PLACEMENTS = [Replicate()], [Shard(0)], [Shard(-1)]
 
 
 def like_dense(function: Callable[..., Any], *tensors: Tensor, placements: Any = PLACEMENTS) -> None:
-    """The function gives on DTensors what it gives on one device; all its tensors are cut alike."""
+    """The function gives on DTensors what it gives on one device; all its tensors are sharded alike."""
     want = _flat(function(*tensors))
     for placement in placements:
         spread = [sw.distribute_tensor(t, MESHES["2"], placement) for t in tensors]

@@ -130,7 +130,7 @@ def test_tensors_on_a_flattened_mesh() -> None:
     x, flat = torch.arange(20.0).view(10, 2), PLAIN.flatten("tp", "dp")
     d = sw.distribute_tensor(x, flat, [Shard(0)])
     assert torch.equal(d.full_tensor(), x) and torch.equal((d @ x.T).full_tensor(), x @ x.T)
-    assert [tuple(piece.shape) for piece in d.to_local().pieces] == [(3, 2)] * 6 + [(1, 2)] * 2
+    assert [tuple(shard.shape) for shard in d.to_local().shards] == [(3, 2)] * 6 + [(1, 2)] * 2
 
 
 @pytest.mark.parametrize(

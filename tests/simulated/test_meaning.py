@@ -57,8 +57,8 @@ def test_to_local_is_the_bundle_of_pieces() -> None:
     x = values(5, 3)
     local = distributed(x, MESH, [Shard(0), Replicate()]).to_local()
     assert isinstance(local, sw.Bundle)
-    assert [tuple(piece.shape) for piece in local.pieces] == [(3, 3), (3, 3), (2, 3), (2, 3)]
-    assert torch.equal((local * 2).pieces[2], x[3:] * 2)
+    assert [tuple(shard.shape) for shard in local.shards] == [(3, 3), (3, 3), (2, 3), (2, 3)]
+    assert torch.equal((local * 2).shards[2], x[3:] * 2)
 
 
 WRITES: dict[str, Any] = {
@@ -152,12 +152,12 @@ def test_gradients_accumulate_over_backwards() -> None:
 
 def test_autograd_through_the_ways_in_and_out() -> None:
     x = values(6, 4)
-    pieces = sw.Bundle([x[:3], x[:3], x[3:], x[3:]]).requires_grad_()
-    d = DTensor.from_local(pieces, MESH, [Shard(0), Replicate()])
+    shards = sw.Bundle([x[:3], x[:3], x[3:], x[3:]]).requires_grad_()
+    d = DTensor.from_local(shards, MESH, [Shard(0), Replicate()])
     (d * d).sum().full_tensor().backward()
-    assert torch.allclose(pieces.grad.pieces[2], 2 * x[3:])
+    assert torch.allclose(shards.grad.shards[2], 2 * x[3:])
     y = distributed(x, MESH, [Shard(0), Replicate()]).requires_grad_()
-    (y.to_local() * 3).sum().pieces  # noqa: B018  a bundle's sum is one number per rank
+    (y.to_local() * 3).sum().shards  # noqa: B018  a bundle's sum is one number per rank
     y.full_tensor().square().sum().backward()
     equal(y.grad, 2 * x, "full_tensor")
 
@@ -229,7 +229,7 @@ def test_severed_views_cannot_be_written_to() -> None:
 
 def test_a_local_tensor_that_cannot_be_viewed_is_copied_and_followed() -> None:
     x = values(4, 6)
-    odd = sw.Bundle([piece.t().contiguous().t() for piece in x.chunk(2)])  # lies in memory as no global tensor would
+    odd = sw.Bundle([shard.t().contiguous().t() for shard in x.chunk(2)])  # lies in memory as no global tensor would
     d = DTensor.from_local(odd, sw.init_mesh(a=2), [Shard(0)], stride=(6, 1))
     for _ in range(2):
         flat = d.view(-1)
@@ -244,12 +244,12 @@ def test_a_local_tensor_that_cannot_be_viewed_is_copied_and_followed() -> None:
 def test_pairs_of_what_is_not_a_sum(kind: str) -> None:
     """The parts of a product of complex numbers are not the products of their parts."""
     mesh = sw.init_mesh(a=2)
-    pieces = [torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([0.5 - 1j, 2 + 2j])]
+    shards = [torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([0.5 - 1j, 2 + 2j])]
     if kind == "product":
-        spread = sw.DTensor.from_local(sw.Bundle(pieces), mesh, [sw.Partial(kind)])
-        torch.testing.assert_close(torch.view_as_real(spread).full_tensor(), torch.view_as_real(pieces[0] * pieces[1]))
+        spread = sw.DTensor.from_local(sw.Bundle(shards), mesh, [sw.Partial(kind)])
+        torch.testing.assert_close(torch.view_as_real(spread).full_tensor(), torch.view_as_real(shards[0] * shards[1]))
     else:
-        pairs = [torch.view_as_real(piece) for piece in pieces]
+        pairs = [torch.view_as_real(shard) for shard in shards]
         spread = sw.DTensor.from_local(sw.Bundle(pairs), mesh, [sw.Partial(kind)])
         want = torch.view_as_complex(torch.maximum(*pairs))
         torch.testing.assert_close(torch.view_as_complex(spread).full_tensor(), want)

@@ -66,7 +66,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Cut, dict[str
     "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), (5, 6, 8), feed_forward, BATCH),
     "group norm": (lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.GroupNorm(2, 8), nn.SiLU()), (6, 4, 10), whole, BATCH),
     "fully sharded": (lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)), (6, 8), by_data, BATCH),
-    "sequence cut": (
+    "sequence sharded": (
         lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)),
         (4, 6, 8),
         whole,

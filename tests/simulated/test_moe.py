@@ -1,4 +1,4 @@
-"""The example's mixture of experts is the layer on one device: cut evenly and not, with experts without tokens."""
+"""The example's mixture of experts is the layer on one device: shard evenly and not, with experts without tokens."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ def randn(*shape: int) -> Tensor:
 
 
 def every(mesh: Mesh, *dims: Sequence[int]) -> Iterator[list[tuple[Any, ...]]]:
-    """Placements of tensors, each replicated or cut on one of its `dims`: by the first axis, then by each axis its own way."""
+    """Placements of tensors, each replicated or shard on one of its `dims`: by the first axis, then by each axis its own
+    way."""
     options = [[R, *(Shard(d) for d in own)] for own in dims]
     if mesh.ndim == 1:
         yield from ([(p,) for p in choice] for choice in itertools.product(*options))
@@ -93,7 +94,7 @@ def test_einsum(mesh: Mesh, equation: str, shapes: tuple[tuple[int, ...], ...]) 
 
 
 def attention_placements(mesh: Mesh) -> Iterator[list[tuple[Any, ...]]]:
-    """Query, key and value cut alike or not at all, on batch, heads and queries."""
+    """Query, key and value sharded alike or not at all, on batch, heads and queries."""
     for cuts in ((0, 0, 0), (1, 1, 1), (2, None, None), (None, 1, 1), (1, None, 0), (2, 2, 3)):
         one = [R if d is None else Shard(d) for d in cuts]
         if mesh.ndim == 1:
@@ -344,7 +345,7 @@ def test_attention_with_dropout_keeps_its_mean(mesh: Mesh) -> None:
 
 
 def test_indexing_a_dim_of_several_factors(mesh: Mesh) -> None:
-    """A flattened dim of which an inner factor is cut: a rank holds several runs of it."""
+    """A flattened dim of which an inner factor is sharded: a rank holds several runs of it."""
     index = torch.tensor([11, 0, 5, 5, 7])
     programs: list[Callable[[Tensor], Tensor]] = [
         lambda x: x.index_select(0, index),

@@ -20,21 +20,21 @@ NUMBERS = sw.distribute_tensor(torch.tensor([1, 0, 3, 1, 0]), MESH, {"a": Shard(
 #: A call, the collectives it runs, and the layout of its first result.
 CASES: dict[str, tuple[Callable[[], Any], dict[str, int], str]] = {
     "a median of a whole dim": (lambda: X.median(2), {}, "f32[8@a, 6@b]"),
-    "a median of a cut dim moves the cut": (lambda: X.median(0), {"all_to_all": 1}, "f32[6@b, 4@a]"),
+    "a median of a sharded dim moves the sharding": (lambda: X.median(0), {"all_to_all": 1}, "f32[6@b, 4@a]"),
     "a median of everything": (lambda: X.nanmedian(), {"all_gather": 1}, "f32[]"),
     "a median of a line": (lambda: LINE.median(0), {"all_gather": 1}, "f32[]"),
     "running extremes of a whole dim": (lambda: X.cummin(-1), {}, "f32[8@a, 6@b, 4]"),
-    "running extremes of a cut dim": (lambda: X.cummax(0), {"all_gather": 1}, "f32[8@a, 6@b, 4]"),
+    "running extremes of a sharded dim": (lambda: X.cummax(0), {"all_gather": 1}, "f32[8@a, 6@b, 4]"),
     "the best of a long dim": (lambda: LINE.topk(2), {"all_gather": 1}, "f32[2]"),
-    "a search in a cut sequence": (lambda: torch.searchsorted(LINE, 5.0), {}, "i64[ | sum@a]"),
+    "a search in a sharded sequence": (lambda: torch.searchsorted(LINE, 5.0), {}, "i64[ | sum@a]"),
     "counts": (lambda: NUMBERS.bincount(), {"all_reduce": 1}, "i64[4 | sum@a]"),
     "counts in given limits": (lambda: LINE.histc(4, 0, 64), {}, "f32[4 | sum@a]"),
     "a mask tells its counts": (lambda: LINE[LINE > 30], {"all_gather": 1}, "f32[33@a{1,32}]"),
     "elements that are not zero": (lambda: LINE.nonzero(), {"all_gather": 1}, "i64[63@a{31,32}, 1]"),
     "the diagonal of a grid": (lambda: X.diagonal(1), {}, "f32[4, 5@(a,b){2,2,0,1}]"),
-    "a roll of a cut dim": (lambda: LINE.roll(3), {"all_gather": 1, "all_to_all": 1}, "f32[64@a]"),
-    "a transform of two cut dims": (lambda: torch.fft.fft2(X, dim=(0, 1)), {"all_to_all": 2}, "c64[8@b, 6, 4@a]"),
-    "matrices of a cut batch": (lambda: torch.linalg.eigvalsh(X[:, :4].contiguous()), {"all_to_all": 1}, ""),
+    "a roll of a sharded dim": (lambda: LINE.roll(3), {"all_gather": 1, "all_to_all": 1}, "f32[64@a]"),
+    "a transform of two sharded dims": (lambda: torch.fft.fft2(X, dim=(0, 1)), {"all_to_all": 2}, "c64[8@b, 6, 4@a]"),
+    "matrices of a sharded batch": (lambda: torch.linalg.eigvalsh(X[:, :4].contiguous()), {"all_to_all": 1}, ""),
 }
 
 

@@ -30,14 +30,14 @@ def values() -> Tensor:
 
 
 def check(x: DTensor) -> None:
-    """Write to the piece of each rank in turn, and look at those of the others."""
-    pieces = x.detach()._local.pieces
-    assert len(pieces) == len(x.mesh.ranks)
-    for place, piece in enumerate(pieces):
-        before = [other.clone() for other in pieces]
-        piece.fill_(77)
-        for other, was in zip(pieces, before, strict=True):
-            assert other is piece or torch.equal(other, was), f"a write at place {place} of {x.layout} reached another"
+    """Write to the shard of each rank in turn, and look at those of the others."""
+    shards = x.detach()._local.shards
+    assert len(shards) == len(x.mesh.ranks)
+    for place, shard in enumerate(shards):
+        before = [other.clone() for other in shards]
+        shard.fill_(77)
+        for other, was in zip(shards, before, strict=True):
+            assert other is shard or torch.equal(other, was), f"a write at place {place} of {x.layout} reached another"
 
 
 def trained(x: DTensor) -> Iterator[DTensor]:
@@ -97,6 +97,6 @@ def test_one_tensor_cannot_hold_what_several_ranks_write() -> None:
 
 def test_results_that_a_compiler_computes_once_are_every_ranks_own() -> None:
     once = torch.zeros(3)
-    made = sw.Bundle.__tensor_unflatten__({"piece_0": once, "piece_1": once}, None, once.shape, once.stride())
-    made.pieces[0].add_(1)
-    assert made.pieces[1].tolist() == [0, 0, 0]
+    made = sw.Bundle.__tensor_unflatten__({"shard_0": once, "shard_1": once}, None, once.shape, once.stride())
+    made.shards[0].add_(1)
+    assert made.shards[1].tolist() == [0, 0, 0]

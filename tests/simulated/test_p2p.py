@@ -26,13 +26,13 @@ def test_random_batches(part: int) -> None:
     for seed in range(250 * part, 250 * (part + 1)):
         mesh = (RING, GRID, ODD)[seed % 3]
         drawn = letters.draw(seed, mesh)
-        out, grads = letters.run(drawn, mesh, lambda pieces: Bundle(x.clone() for x in pieces))
+        out, grads = letters.run(drawn, mesh, lambda shards: Bundle(x.clone() for x in shards))
         flows = [letter for letter in drawn if letter.dtype.is_floating_point]
         for place in range(len(mesh.ranks)):
             for letter, x in zip(drawn, out, strict=True):
-                assert torch.equal(x.pieces[place], letter.arrives(place)), (seed, letter)
+                assert torch.equal(x.shards[place], letter.arrives(place)), (seed, letter)
             for letter, x in zip(flows, grads, strict=True):
-                assert torch.equal(x.pieces[place], letters.gradient(letter, place)), (seed, letter)
+                assert torch.equal(x.shards[place], letters.gradient(letter, place)), (seed, letter)
 
 
 def test_random_batches_that_do_not_match() -> None:
@@ -49,9 +49,9 @@ def test_random_batches_that_do_not_match() -> None:
 
 def test_shift_and_permute() -> None:
     x = numbered(4, 2)
-    assert [piece[0].item() for piece in p2p.shift(x, 1, mesh=GRID, axis="pp").pieces] == [100, 0, 300, 200]
-    assert [piece[0].item() for piece in p2p.shift(x, 1, mesh=GRID, axis="dp", wrap=False).pieces] == [0, 0, 0, 100]
-    assert [piece[0].item() for piece in p2p.permute(x, [-1, 0], mesh=GRID["pp"]).pieces] == [100, 0, 300, 0]
+    assert [shard[0].item() for shard in p2p.shift(x, 1, mesh=GRID, axis="pp").shards] == [100, 0, 300, 200]
+    assert [shard[0].item() for shard in p2p.shift(x, 1, mesh=GRID, axis="dp", wrap=False).shards] == [0, 0, 0, 100]
+    assert [shard[0].item() for shard in p2p.permute(x, [-1, 0], mesh=GRID["pp"]).shards] == [100, 0, 300, 0]
 
 
 @pytest.mark.parametrize("wrap", [False, True])
@@ -59,28 +59,28 @@ def test_shift_and_permute() -> None:
 def test_halo(before: int, after: int, wrap: bool) -> None:
     whole = torch.randn(2, 11)
     sizes = [4, 2, 5]
-    x = Bundle(piece.clone() for piece in whole.split(sizes, 1)).requires_grad_()
+    x = Bundle(shard.clone() for shard in whole.split(sizes, 1)).requires_grad_()
     y = p2p.halo_exchange(x, 1, before, after, mesh=RING, wrap=wrap)
     first, last = (whole[:, -before:] if before else whole[:, :0]), whole[:, :after]
     padded = torch.cat([first if wrap else torch.zeros_like(first), whole, last if wrap else torch.zeros_like(last)], 1)
     start = 0
-    for piece, size in zip(y.pieces, sizes, strict=True):
-        assert torch.equal(piece, padded[:, start : start + before + size + after])
+    for shard, size in zip(y.shards, sizes, strict=True):
+        assert torch.equal(shard, padded[:, start : start + before + size + after])
         start += size
-    y.backward(Bundle(torch.ones_like(piece) for piece in y.pieces))
-    uses = sum(piece.sum() for piece in x.grad.pieces)  # every element is used once, and once more in each halo
+    y.backward(Bundle(torch.ones_like(shard) for shard in y.shards))
+    uses = sum(shard.sum() for shard in x.grad.shards)  # every element is used once, and once more in each halo
     assert uses == 22 + 2 * (before + after) * (3 if wrap else 2)
 
 
 def test_a_halo_longer_than_a_piece_is_refused() -> None:
-    with pytest.raises(OperatorError, match=r"3 rows before and 1 after, of a piece with 2 rows in dim 0.*larger pieces"):
+    with pytest.raises(OperatorError, match=r"3 rows before and 1 after, of a shard with 2 rows in dim 0.*larger shards"):
         p2p.halo_exchange(numbered(3, 2), 0, 3, 1, mesh=RING)
 
 
 def test_rows_by_data_and_by_a_table() -> None:
     table = [[1, 0, 2], [0, 0, 1], [3, 1, 0]]
     x = Bundle(torch.randn(sum(row), 2) for row in table).requires_grad_()
-    parts = [piece.split(row) for piece, row in zip(x.pieces, table, strict=True)]
+    parts = [shard.split(row) for shard, row in zip(x.shards, table, strict=True)]
     want = [torch.cat([parts[i][j] for i in range(3)]) for j in range(3)]
     counts = Bundle(torch.tensor(row) for row in table)
     coming = p2p.all_to_all_v(counts, [1, 1, 1], mesh=RING)
@@ -89,11 +89,11 @@ def test_rows_by_data_and_by_a_table() -> None:
         p2p.all_to_all_v(x, counts, mesh=RING),
         p2p.all_to_all_v(x, counts, coming, mesh=RING),
     ):
-        for piece, other in zip(y.pieces, want, strict=True):
-            assert torch.equal(piece, other)
-        (grad,) = torch.autograd.grad(y, x, Bundle(2 * piece for piece in y.pieces))
-        for piece, given in zip(x.pieces, grad.pieces, strict=True):
-            torch.testing.assert_close(given, 2 * piece)
+        for shard, other in zip(y.shards, want, strict=True):
+            assert torch.equal(shard, other)
+        (grad,) = torch.autograd.grad(y, x, Bundle(2 * shard for shard in y.shards))
+        for shard, given in zip(x.shards, grad.shards, strict=True):
+            torch.testing.assert_close(given, 2 * shard)
 
 
 def test_rows_that_do_not_add_up() -> None:
@@ -105,7 +105,7 @@ def test_rows_that_do_not_add_up() -> None:
 
 def test_a_dtensor_stands_for_its_pieces() -> None:
     x = sw.distribute_tensor(torch.arange(6.0), RING, [Shard(0)]).requires_grad_()
-    assert [piece.tolist() for piece in p2p.shift(x).pieces] == [[4, 5], [0, 1], [2, 3]]
+    assert [shard.tolist() for shard in p2p.shift(x).shards] == [[4, 5], [0, 1], [2, 3]]
     (p2p.shift(x, 1, wrap=False) * Bundle(torch.full((2,), i + 1.0) for i in range(3))).sum().backward(
         Bundle(torch.ones(()) for _ in range(3))
     )
@@ -159,7 +159,7 @@ def test_sent_and_changed() -> None:
     x = numbered(3, 2)
     y = p2p.shift(x, mesh=RING)
     x.add_(1)
-    assert [piece[0].item() for piece in y.pieces] == [200, 0, 100]
+    assert [shard[0].item() for shard in y.shards] == [200, 0, 100]
 
 
 def test_in_a_block_that_is_run_twice() -> None:
@@ -169,7 +169,7 @@ def test_in_a_block_that_is_run_twice() -> None:
     assert log.counts() == {"p2p": 2}  # forward, and the gradient's way back
     again = x.detach().clone().requires_grad_()
     p2p.shift(again.sin(), mesh=RING).cos().backward(numbered(3, 2))
-    assert all(torch.equal(*pair) for pair in zip(x.grad.pieces, again.grad.pieces, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(x.grad.shards, again.grad.shards, strict=True))
 
 
 def test_compiled() -> None:
@@ -178,15 +178,15 @@ def test_compiled() -> None:
 
     x = numbered(3, 4).requires_grad_()
     want, got = program(x), torch.compile(program, backend="aot_eager", fullgraph=True)(x)
-    for one, other in zip(got.pieces, want.pieces, strict=True):
+    for one, other in zip(got.shards, want.shards, strict=True):
         torch.testing.assert_close(one, other)
-    seed = Bundle(torch.ones_like(piece) for piece in want.pieces)
+    seed = Bundle(torch.ones_like(shard) for shard in want.shards)
     (one,), (other,) = torch.autograd.grad(got, x, seed), torch.autograd.grad(want, x, seed)
-    for piece, same in zip(one.pieces, other.pieces, strict=True):
-        torch.testing.assert_close(piece, same)
+    for shard, same in zip(one.shards, other.shards, strict=True):
+        torch.testing.assert_close(shard, same)
 
 
 def test_pieces_and_replicas() -> None:
     """A shift of what every rank has alike changes nothing."""
     x = sw.distribute_tensor(torch.arange(4.0), MESHES["2"], [Replicate()])
-    assert all(piece.tolist() == [0, 1, 2, 3] for piece in p2p.shift(x).pieces)
+    assert all(shard.tolist() == [0, 1, 2, 3] for shard in p2p.shift(x).shards)

@@ -75,7 +75,7 @@ def test_microbatches_of_a_cut_batch_do_not_move() -> None:
 
 
 def test_parameters_that_are_cut_like_the_batch() -> None:
-    """A pending gradient would be larger than the parameter's piece: it is reduced for each microbatch."""
+    """A partial gradient would be larger than the parameter's shard: it is reduced for each microbatch."""
     mesh, dense, (x, y) = sw.init_mesh(pp=2, dp=2), perceptrons(2), data(16)
     stages = copy.deepcopy(dense)
     for index, stage in enumerate(stages):
@@ -313,7 +313,7 @@ def test_batches_that_do_not_divide() -> None:
     (x, y), short = data(12), data(8)[1]
     refused(
         lambda: pipe.step(x, target=y, loss=F.mse_loss),
-        "a batch of 12 rows, in 2 pieces, does not fall into 4 equal microbatches",
+        "a batch of 12 rows, in 2 shards, does not fall into 4 equal microbatches",
         "a multiple of 8 rows",
     )
     refused(lambda: pipe.step(x, target=short, loss=F.mse_loss), "have one number of rows (dim 0), got [8, 12]")

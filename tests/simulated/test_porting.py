@@ -42,9 +42,9 @@ def test_factories_take_torchs_keywords() -> None:
 
 def test_partial_and_local_tensor_by_torchs_names() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    pending = DTensor.from_local(torch.ones(2), device_mesh=mesh, placements=[Partial(reduce_op="sum")])
-    assert pending.placements[0].reduce_op == "sum" and pending.placements[0].is_partial(reduce_op="sum")
-    assert pending.full_tensor().tolist() == [2.0, 2.0] and pending._local_tensor.pieces[0].tolist() == [1.0, 1.0]
+    partials = DTensor.from_local(torch.ones(2), device_mesh=mesh, placements=[Partial(reduce_op="sum")])
+    assert partials.placements[0].reduce_op == "sum" and partials.placements[0].is_partial(reduce_op="sum")
+    assert partials.full_tensor().tolist() == [2.0, 2.0] and partials._local_tensor.shards[0].tolist() == [1.0, 1.0]
 
 
 def test_modules_are_distributed() -> None:

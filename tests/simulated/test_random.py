@@ -70,7 +70,7 @@ def same(got: DTensor, want: Tensor, about: str) -> None:
     """Bit by bit, on every rank."""
     equal(got, want, about)
     whole = got.detach().redistribute(placements=got.layout.replicated()).to_local()
-    assert all(torch.equal(piece, want) for piece in whole.pieces), about
+    assert all(torch.equal(shard, want) for shard in whole.shards), about
 
 
 @pytest.mark.parametrize("name", DRAWS)
@@ -81,7 +81,7 @@ def test_numbers_do_not_depend_on_the_layout(name: str) -> None:
     for mesh in MESHES:
         for placements in layouts(mesh):
             torch.manual_seed(5)
-            close = equal if Partial() in placements else same  # a pending tensor itself is only close to what it stands for
+            close = equal if Partial() in placements else same  # a partial tensor itself is only close to what it stands for
             close(DRAWS[name](distributed(start(), mesh, placements)), want, f"{name} of {placements} on {mesh}")
 
 
@@ -115,7 +115,7 @@ def test_factories_draw_from_the_same_numbers() -> None:
 
 
 def test_shards_differ_and_replicas_agree() -> None:
-    drawn = sw.rand(64, 8, mesh=MESHES[3], placements={"a": Shard(0)}).to_local().pieces
+    drawn = sw.rand(64, 8, mesh=MESHES[3], placements={"a": Shard(0)}).to_local().shards
     assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[2], drawn[3])
     assert not (drawn[0] == drawn[2]).any()
 

@@ -65,7 +65,7 @@ def test_adding_one_value_at_cut_indices_adds_the_rest_once() -> None:
 
 
 def test_a_bias_of_another_dtype_is_added_once() -> None:
-    """A pending bias of integers cannot be added to pending products, since integers are converted first."""
+    """A partial bias of integers cannot be added to partial products, since integers are converted first."""
     x, w, b = torch.ones(1, 2, 4), torch.ones(2, 3, 1), torch.tensor([1, 2, 3])
     for chosen in itertools.product((Replicate(), Shard(1), Partial()), (Replicate(), Shard(0)), (Replicate(), Partial())):
         got = F.conv_transpose1d(*map(spread, (x, w, b), chosen))

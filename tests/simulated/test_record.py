@@ -13,11 +13,11 @@ from shardwise.comm import (
     PerRank,
     check,
     communication,
-    door,
     init_mesh,
     note_fallback,
     simulate,
     trace_comm,
+    transport,
 )
 from shardwise.errors import ArgumentError, CommunicationError, MeshError
 
@@ -44,7 +44,7 @@ CALLS = {
 def test_each_collective_is_recorded(kind):
     call, axes, size = CALLS[kind]
     with trace_comm() as log:
-        call(door(MESH, "aten.mm"))
+        call(transport(MESH, "aten.mm"))
     (record,) = log.records
     assert (record.kind, record.axes, record.bytes, record.operator) == (kind, axes, size, "aten.mm")
     assert record.source == f"test_record.py:{call.__code__.co_firstlineno}"
@@ -55,16 +55,16 @@ def test_each_collective_is_recorded(kind):
 def test_the_worst_rank_counts():
     uneven = Bundle(torch.ones(place) for place in range(6))
     with trace_comm() as log:
-        door(MESH).all_reduce(Bundle(torch.ones(1 + place // 3) for place in range(6)), "sum", MESH, ("tp",))
+        transport(MESH).all_reduce(Bundle(torch.ones(1 + place // 3) for place in range(6)), "sum", MESH, ("tp",))
         # every place sends all it has to the last of its group
         receive = PerRank(lambda place: tuple(range(place - 2, place + 1)) if place % 3 == 2 else (0, 0, 0))
-        door(MESH).all_to_all(uneven, PerRank(lambda place: (0, 0, place)), receive, MESH, ("tp",))
+        transport(MESH).all_to_all(uneven, PerRank(lambda place: (0, 0, place)), receive, MESH, ("tp",))
     assert [record.bytes for record in log.records] == [2 * 8 * 2 // 3, 4 * (3 + 4)]
 
 
 def test_a_group_of_one_and_local_steps_are_not_recorded():
     with trace_comm() as log:
-        world = door(MESH)
+        world = transport(MESH)
         world.all_reduce(bundle(2), "sum", MESH, ("one",))
         world.all_to_all(bundle(2), (2,), (2,), MESH, ("one",))
         world.each(torch.neg, MESH, bundle(2))
@@ -75,18 +75,18 @@ def test_a_group_of_one_and_local_steps_are_not_recorded():
 
 def test_logs_nest_and_end():
     with trace_comm() as outer:
-        door(MESH).broadcast(bundle(2), MESH)
+        transport(MESH).broadcast(bundle(2), MESH)
         with trace_comm() as inner:
-            door(MESH).broadcast(bundle(2), MESH)
-    door(MESH).broadcast(bundle(2), MESH)
+            transport(MESH).broadcast(bundle(2), MESH)
+    transport(MESH).broadcast(bundle(2), MESH)
     assert (len(outer.records), len(inner.records)) == (2, 1)
-    assert type(door(MESH)).__name__ == "Simulated"
+    assert type(transport(MESH)).__name__ == "Simulated"
 
 
 def test_a_log_has_what_threads_communicate_that_have_none_of_their_own():
     def work(own):
         with trace_comm() if own else contextlib.nullcontext():
-            door(MESH).broadcast(bundle(2), MESH)
+            transport(MESH).broadcast(bundle(2), MESH)
 
     def in_thread(function, *args):
         thread = threading.Thread(target=function, args=args)
@@ -112,7 +112,7 @@ def test_a_thread_of_autograd_writes_into_the_log_of_its_caller():
     done = threading.Event()
 
     def backward():
-        door(MESH).broadcast(bundle(2), MESH)
+        transport(MESH).broadcast(bundle(2), MESH)
         done.set()
 
     with trace_comm() as log:
@@ -128,7 +128,7 @@ class Twice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return door(MESH, "backward").all_reduce(grad, "sum", MESH, ("dp",))
+        return transport(MESH, "backward").all_reduce(grad, "sum", MESH, ("dp",))
 
 
 def test_backward_is_recorded():
@@ -136,12 +136,12 @@ def test_backward_is_recorded():
     with trace_comm() as log:
         Twice.apply(x).sum().backward()
     assert [(record.kind, record.operator) for record in log.records] == [("all_reduce", "backward")]
-    assert x.grad.pieces[0].tolist() == [2.0, 2.0]
+    assert x.grad.shards[0].tolist() == [2.0, 2.0]
 
 
 def test_the_log_prints_as_a_table():
     with trace_comm() as log:
-        door(MESH, "aten.mm").all_gather(bundle(300, 2), MESH, ("tp",))
+        transport(MESH, "aten.mm").all_gather(bundle(300, 2), MESH, ("tp",))
         note_fallback("aten.sort")
         note_fallback("aten.sort")
     assert log.fallbacks == ["aten.sort", "aten.sort"]

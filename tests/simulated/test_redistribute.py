@@ -23,7 +23,7 @@ CUTS = [R, Shard(0), Shard(1), P]
 
 
 class Case(NamedTuple):
-    """A tensor on a mesh, what may be pending, whether explicit sizes and factors take part, and how many pairs are tried."""
+    """A tensor on a mesh, what may be partial, whether explicit sizes and factors take part, and how many pairs are tried."""
 
     shape: tuple[int, ...]
     axes: dict[str, int]
@@ -71,7 +71,7 @@ def test_every_pair_of_layouts(case: Case) -> None:
 
 
 def redistributed(have: Layout, want: Layout) -> None:
-    """Move a tensor from one layout to another and hold every rank's piece against the target's index sets."""
+    """Move a tensor from one layout to another and hold every rank's shard against the target's index sets."""
     got = DTensor.from_local(spread(have), have.mesh, have, run_check=False).redistribute(placements=want)
     assert got.layout is want
     check(got.to_local(), want, f"{have} → {want}")
@@ -85,9 +85,9 @@ def test_axes_that_a_sub_mesh_leaves_out_stay_as_they_are() -> None:
 def test_a_source_that_is_not_contiguous() -> None:
     mesh = sw.init_mesh(a=2, b=2)
     for have, want in itertools.product(layouts((5, 4), mesh, odd=False), repeat=2):
-        turned = Bundle(piece.mT.contiguous().mT for piece in spread(have).pieces)
+        turned = Bundle(shard.mT.contiguous().mT for shard in spread(have).shards)
         moved = move(turned, have, want)
-        check(Bundle(piece.contiguous() for piece in moved.pieces), want, f"{have} → {want}")
+        check(Bundle(shard.contiguous() for shard in moved.shards), want, f"{have} → {want}")
 
 
 def test_nothing_that_a_rank_gets_shares_memory_with_what_it_had() -> None:
@@ -95,7 +95,7 @@ def test_nothing_that_a_rank_gets_shares_memory_with_what_it_had() -> None:
     for have, want in itertools.permutations(layouts((4, 4), mesh, (), odd=False), 2):
         local = spread(have)
         moved = move(local, have, want)
-        for before, after in zip(local.pieces, moved.pieces, strict=True):
+        for before, after in zip(local.shards, moved.shards, strict=True):
             assert before.untyped_storage().data_ptr() != after.untyped_storage().data_ptr(), f"{have} → {want}"
 
 
@@ -103,7 +103,7 @@ def test_nothing_that_a_rank_gets_shares_memory_with_what_it_had() -> None:
 
 
 def order(*axes: str) -> dict[str, Shard]:
-    """Dim 0 cut by axes, major to minor."""
+    """Dim 0 sharded by axes, major to minor."""
     return {axis: Shard(0) for axis in axes}
 
 
@@ -153,7 +153,7 @@ def test_reductions_over_several_axes_merge() -> None:
 
 
 def test_other_mixes_are_refused() -> None:
-    with pytest.raises(LayoutError, match=r"cannot be pending max and sum at once.*only sum and avg mix"):
+    with pytest.raises(LayoutError, match=r"cannot be partial max and sum at once.*only sum and avg mix"):
         sw.layout((4, 4), sw.init_mesh(a=2, b=2), [Partial("sum"), Partial("max")])
 
 
@@ -172,16 +172,16 @@ def test_replicas_agree_to_the_last_bit() -> None:
     """Summands that round differently in every order: whoever holds the same part of the result holds the same bits."""
     mesh = sw.init_mesh(a=2, b=2, c=2)
     every = layouts((5, 4), mesh, ("sum", "avg", "product"), odd=False)
-    pending = [layout for layout in every if len(layout.partials) > 1]
+    partials = [layout for layout in every if len(layout.partials) > 1]
     generator = torch.Generator().manual_seed(0)
-    for have, want in pairs(pending, most(300), [layout for layout in every if not layout.partials]):
+    for have, want in pairs(partials, most(300), [layout for layout in every if not layout.partials]):
         replicas = {}
-        pieces = []
+        shards = []
         for place in range(mesh.size()):
             held = [mesh.coordinates[place][mesh.axes.index(axis)] for axis in have.states]
-            piece = torch.randn(have.local_shape(place), generator=generator)
-            pieces.append(replicas.setdefault(tuple(held), piece))
-        moved = move(Bundle(pieces), have, want).pieces
+            shard = torch.randn(have.local_shape(place), generator=generator)
+            shards.append(replicas.setdefault(tuple(held), shard))
+        moved = move(Bundle(shards), have, want).shards
         agree(moved, want, f"{have} → {want}")
 
 

@@ -1,4 +1,4 @@
-"""Reductions, scans and norms through autograd, compared with one device; and that a cut dim is not gathered for them."""
+"""Reductions, scans and norms through autograd, compared with one device; and that a sharded dim is not gathered for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.laws import MESHES, distributed, equal, every_placement, placements_o
 
 aten = torch.ops.aten
 X, W, B = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(7)), torch.rand(4) + 0.5, torch.rand(4)
-#: So far apart that a rounding error in a pending sum changes no order.
+#: So far apart that a rounding error in a partial sum changes no order.
 APART = ((torch.arange(60) * 17) % 60 / 10 + 0.05).view(5, 3, 4)
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
@@ -85,10 +85,10 @@ SMALL: dict[str, tuple[Callable[[Any], Any], dict[str, int]]] = {
     "log_softmax": (lambda x: x.log_softmax(0), {"all_reduce": 2}),
     "logsumexp": (lambda x: x.logsumexp(0), {"all_reduce": 2}),
     "layer_norm": (lambda x: F.layer_norm(x.t(), (12,)), {"all_reduce": 2}),
-    "sum, left pending": (lambda x: x.sum(0), {}),
-    "mean, left pending": (lambda x: x.mean(), {}),
-    "amax, left pending": (lambda x: x.amax(0), {}),
-    "var, left pending": (lambda x: x.var(0), {"all_reduce": 1}),
+    "sum, left partial": (lambda x: x.sum(0), {}),
+    "mean, left partial": (lambda x: x.mean(), {}),
+    "amax, left partial": (lambda x: x.amax(0), {}),
+    "var, left partial": (lambda x: x.var(0), {"all_reduce": 1}),
     "norm": (lambda x: x.norm(), {"all_reduce": 1}),
     "argmax": (lambda x: x.argmax(0), {"all_reduce": 2}),
     "argmax of all": (lambda x: x.argmax(), {"all_reduce": 2}),
@@ -170,8 +170,8 @@ def test_a_pending_sum_of_bools_is_reduced_before_it_becomes_a_number() -> None:
 
 def test_extremes_of_integers_are_not_negated_while_pending() -> None:
     x = torch.tensor([0, 1, 2], dtype=torch.uint8)
-    pieces = sw.Bundle([x, torch.zeros_like(x)])
-    equal(-sw.DTensor.from_local(pieces, MESHES["2"], [Partial("max")]), -x, "uint8 wraps around")
+    shards = sw.Bundle([x, torch.zeros_like(x)])
+    equal(-sw.DTensor.from_local(shards, MESHES["2"], [Partial("max")]), -x, "uint8 wraps around")
 
 
 def test_moving_to_another_device_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Operators whose meaning is easily lost: numbers that nothing pending passes by, decompositions, losses of one row."""
+"""Operators whose meaning is easily lost: numbers that nothing partial passes by, decompositions, losses of one row."""
 
 from __future__ import annotations
 

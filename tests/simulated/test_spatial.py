@@ -98,7 +98,7 @@ def test_modules_are_those_of_one_device(name: str, mesh: str) -> None:
                 equal(t, dense[key], f"{key} after {about}")
 
 
-#: A function of [4, 6, 8, 12] cut at a dim, and the collectives it may make.
+#: A function of [4, 6, 8, 12] shard at a dim, and the collectives it may make.
 MOVES: dict[str, tuple[Callable[[Any], Any], int, dict[str, int]]] = {
     "max_pool2d, batch": (lambda x: F.max_pool2d(x, 3, 1, 1), 0, {}),
     "max_pool2d, channels": (lambda x: F.max_pool2d(x, 3, 1, 1), 1, {}),

@@ -68,7 +68,7 @@ def pending(layout: Layout, axes: Any, kinds: Any) -> Layout:
 
 
 def choices(axes: tuple[str, ...], layout: Layout, kinds: Any = KINDS) -> Iterator[tuple[str, ...]]:
-    """The kinds that may be pending over `axes` beside what is pending already."""
+    """The kinds that may be partial over `axes` beside what is partial already."""
     for chosen in product(kinds, repeat=len(axes)):
         mixed = {*chosen, *(kind for _, kind in layout.partials)}
         if len(mixed) == 1 or mixed <= {"sum", "avg"}:
@@ -124,7 +124,7 @@ def test_bits_are_reduced(dtype: torch.dtype) -> None:
 
 @cases
 def test_all_to_all(shape: Any, axes: Any) -> None:
-    """Equal pieces and others: what cannot be packed evenly is still brought where it belongs."""
+    """Equal shards and others: what cannot be packed evenly is still brought where it belongs."""
     left: dict[Any, list[Layout]] = {}
     for layout in some_layouts(shape, axes):
         for gone, rest in ends(layout):
@@ -237,7 +237,7 @@ class Watched(Simulated):
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Watched:
     watched = Watched()
-    monkeypatch.setattr("shardwise.redistribution.run.door", lambda mesh, operator: watched)
+    monkeypatch.setattr("shardwise.redistribution.run.transport", lambda mesh, operator: watched)
     return watched
 
 

@@ -78,9 +78,9 @@ def test_finds_what_a_rule_does_not_offer() -> None:
 def test_splits_add_up_exactly(kind: str) -> None:
     x = torch.cat([torch.randn(30), torch.tensor([0.0, torch.inf, -torch.inf, torch.nan])])
     for ranks in (1, 2, 4):
-        pieces = split(x, kind, ranks)
-        torch.testing.assert_close(reduced(pieces, kind), x, rtol=0, atol=0, equal_nan=True)
-        assert ranks == 1 or not torch.equal(pieces[0], pieces[1])
+        shards = split(x, kind, ranks)
+        torch.testing.assert_close(reduced(shards, kind), x, rtol=0, atol=0, equal_nan=True)
+        assert ranks == 1 or not torch.equal(shards[0], shards[1])
 
 
 def test_axes_never_leave_a_tensor_pending_in_two_ways() -> None:
@@ -184,12 +184,12 @@ def test_a_rule_that_is_not_sound_is_refused_with_a_counterexample(table: dict[s
         "the rule 'm k, k n -> m n' of test_verify.dense is refused: on tensors [5, 4], [4, 3] with placements [Shard(1)], "
         in text
     )
-    assert "where 'k' is cut and the result is said to be pending a sum, it gives " in text
-    assert "or that it cannot be cut: whole='k'" in text
+    assert "where 'k' is sharded and the result is said to be Partial(sum), it gives " in text
+    assert "or that it cannot be sharded: whole='k'" in text
     assert fingerprint() == before
-    with pytest.raises(OperatorError, match=r"a pending sum is said to pass.*Leave these arguments out of linear="):
+    with pytest.raises(OperatorError, match=r"a partial sum is said to pass.*Leave these arguments out of linear="):
         add(whole="k", linear=((0,),))
-    with pytest.raises(OperatorError, match=r"where 'm' is cut.*If 'm' cannot be cut, say whole='m'"):
+    with pytest.raises(OperatorError, match=r"where 'm' is sharded.*If 'm' cannot be sharded, say whole='m'"):
         sw.rule(dense, "m k, k n -> n m", samples=[(torch.randn(3, 4), torch.randn(4, 3))], lost=None)
 
 

@@ -1,4 +1,4 @@
-"""Convolution and pooling of a plane that is cut: what one device gives, forward and backward, and which rows are sent."""
+"""Convolution and pooling of a plane that is sharded: what one device gives, forward and backward, and which rows are sent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def both(function: Callable[..., Any], tensors: list[Tensor], mesh: Mesh, placem
         got = function(*spread)
     want = function(*dense)
     for one, other in zip(*(y if isinstance(y, tuple) else (y,) for y in (got, want)), strict=True):
-        held = [tuple(piece.shape) for piece in one.to_local().pieces]
+        held = [tuple(shard.shape) for shard in one.to_local().shards]
         assert held == [one.layout.local_shape(place) for place in range(len(held))]
         close(one.full_tensor(), other, tolerance)
     first, dense_first = (y[0] if isinstance(y, tuple) else y for y in (got, want))
@@ -53,7 +53,7 @@ def sizes(n: int, parts: int, chance: random.Random) -> tuple[int, ...]:
 
 
 def cut(shape: torch.Size, mesh: Mesh, chance: random.Random) -> list[Any]:
-    """Dims of the plane mostly, into equal pieces or any, empty ones among them."""
+    """Dims of the plane mostly, into equal shards or any, empty ones among them."""
     placements: list[Any] = []
     for axis in mesh.axes:
         dim = chance.randrange(0 if chance.random() < 0.2 else 2, len(shape))
@@ -100,7 +100,8 @@ def test_any_window_of_any_cut(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> N
 # ── chosen ones ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 WEIGHT = torch.linspace(-1, 1, 8 * 4 * 9).sin().view(8, 4, 3, 3)
-#: A function of [2, 4, 32, 16] cut at dim 2 over 4 ranks, how the result is cut, and the rows that come to a rank at most.
+#: A function of [2, 4, 32, 16] shard at dim 2 over 4 ranks, how the result is sharded, and the rows that come to a rank at
+#: most.
 ROWS: dict[str, tuple[Callable[[Any], Any], str, int]] = {
     "conv2d": (lambda x: F.conv2d(x, WEIGHT, padding=1), "32@a", 2),
     "conv2d, 1x1": (lambda x: F.conv2d(x, WEIGHT[..., :1, :1]), "32@a", 0),
@@ -144,7 +145,7 @@ def test_corners_come_too() -> None:
     placements = [[Shard(2), Shard(3)], [Replicate(), Replicate()]]
     result, there, back = both(lambda a, w: F.conv2d(a, w, padding=1), [x, weight], mesh, placements, 1e-4)
     assert result.placements == (Shard(2), Shard(3)) and there.counts() == {"p2p": 2}
-    assert there.bytes == (4 + 6) * 2 * 4  # a row of the piece, then a column of what is 6 rows high
+    assert there.bytes == (4 + 6) * 2 * 4  # a row of the shard, then a column of what is 6 rows high
     assert back.counts() == {"p2p": 4, "all_reduce": 1}  # rows of the plane again, and of its gradient; that of the weight
 
 
@@ -179,11 +180,11 @@ def test_halves() -> None:
 def test_what_costs_less_is_done() -> None:
     mesh = sw.init_mesh(a=2)
     wide, whole = torch.randn(64, 64, 2, 2), torch.randn(1, 1, 4, 4)
-    for x, stride in ((wide, 2), (wide, 1)):  # half of all rows would be sent: cutting channels instead costs no more
+    for x, stride in ((wide, 2), (wide, 1)):  # half of all rows would be sent: sharding channels instead costs no more
         both(lambda t, s=stride: F.max_pool2d(t, 2, s, 1), [x], mesh, [[Shard(2)]], 0.0)
     y = F.conv_transpose2d(sw.distribute_tensor(whole, mesh, [Shard(2)]), torch.ones(1, 1, 2, 2))
     close(y.full_tensor(), F.conv_transpose2d(whole, torch.ones(1, 1, 2, 2)), 1e-5)
-    with pytest.raises(sw.CommunicationError, match="sends rows between the pieces of"), sw.communication("forbid"):
+    with pytest.raises(sw.CommunicationError, match="sends rows between the shards of"), sw.communication("forbid"):
         F.conv2d(sw.distribute_tensor(torch.ones(1, 1, 8, 4), mesh, [Shard(2)]), torch.ones(1, 1, 3, 3))
 
 

@@ -1,7 +1,7 @@
-"""`debug_mode`: before each communication the ranks that take part compare what they are about to do; `Checker`, a door around
-another door that has them do so.
+"""`debug_mode`: before each communication the ranks that take part compare what they are about to do; `Checker`, a transport
+around another transport that has them do so.
 
-Reads what is asked of the door, gives it on if the ranks agree, or the same error on all of them.
+Reads what is asked of the transport, gives it on if the ranks agree, or the same error on all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..delivery import arrived
 from ..listener import asked, expected
 from ..messages import Batch
 from ..source_lines import caller, callers
-from ..transport import Around, Counts, Door
+from ..transport import Around, Counts, Transport
 from .log import Recorder, Watch, watching
 from .meeting import Checks, Post, Session
 
@@ -220,28 +220,28 @@ def _tell_unbounded(session: Session, post: Post, tensors: Sequence[Tensor]) -> 
     )
 
 
-# ── the door ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the transport ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def watched_door(door: Door, world: str, operator: str, watch: Watch) -> Door:
-    """A door with everything around it that watches now."""
+def watched_transport(transport: Transport, world: str, operator: str, watch: Watch) -> Transport:
+    """A transport with everything around it that watches now."""
     session = watch.checks.session() if watch.checks is not None and world == "processes" else None
     if session is not None:
-        door = Checker(door, operator, session)
-    return Recorder(door, operator) if watch.logs else door
+        transport = Checker(transport, operator, session)
+    return Recorder(transport, operator) if watch.logs else transport
 
 
 class Checker(Around):
-    """A door through which a rank goes when all that take part are about to go through with the same."""
+    """A transport through which a rank goes when all that take part are about to go through with the same."""
 
     __slots__ = ("_operator", "_session")
 
-    def __init__(self, door: Door, operator: str, session: Session) -> None:
-        super().__init__(door)
+    def __init__(self, transport: Transport, operator: str, session: Session) -> None:
+        super().__init__(transport)
         self._operator, self._session = operator, session
 
     def _check(self, kind: str, x: Tensor, mesh: Mesh, axes: tuple[str, ...], **words: Any) -> Any:
-        if self._door.traced(x):
+        if self._transport.traced(x):
             return contextlib.nullcontext()
         value = words.pop("value", None)
         value = shown(x.shape, x.dtype) if value is None else value
@@ -250,44 +250,44 @@ class Checker(Around):
 
     def _ranks(self, mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks of this rank's group, in its order; none if it is not in the mesh."""
-        place = self._door.place(mesh)
+        place = self._transport.place(mesh)
         return tuple(mesh.root.ranks[peer] for peer in mesh.root.peers(place, axes)) if place >= 0 else ()
 
     def _parcels(self, counts: Counts, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, list[str]]:
         """So many elements for each of this rank's group, as a post tells them."""
-        ranks = () if self._door.traced(x) else self._ranks(mesh, axes)
+        ranks = () if self._transport.traced(x) else self._ranks(mesh, axes)
         if not ranks:
             return {}
-        here = counts.at(self._door.place(mesh)) if isinstance(counts, PerRank) else counts
+        here = counts.at(self._transport.place(mesh)) if isinstance(counts, PerRank) else counts
         return parcels({rank: [((count,), x.dtype)] for rank, count in zip(ranks, here, strict=True)})
 
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Compare, then reduce."""
         with self._check(f"all_reduce({kind})", x, mesh, axes):
-            return self._door.all_reduce(x, kind, mesh, axes)
+            return self._transport.all_reduce(x, kind, mesh, axes)
 
     def all_gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Compare, then gather."""
         with self._check("all_gather", x, mesh, axes):
-            return self._door.all_gather(x, mesh, axes)
+            return self._transport.all_gather(x, mesh, axes)
 
     def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Compare, then reduce and scatter."""
         with self._check(f"reduce_scatter({kind})", x, mesh, axes):
-            return self._door.reduce_scatter(x, kind, mesh, axes)
+            return self._transport.reduce_scatter(x, kind, mesh, axes)
 
     def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Compare what each sends with what the other expects, then exchange."""
         going, coming = (self._parcels(counts, x, mesh, axes) for counts in (send, receive))
         with self._check("all_to_all", x, mesh, axes, value="", send=going, receive=coming):
-            return self._door.all_to_all(x, send, receive, mesh, axes)
+            return self._transport.all_to_all(x, send, receive, mesh, axes)
 
     def exchange(self, sent: Sequence[Tensor], batch: Batch) -> list[Tensor]:
         """Compare what each sends with what the other expects, then begin; ranks that know of their own messages only compare
         with those they send to or receive from, and wait for what comes at once."""
-        place = self._door.place(batch.mesh)
+        place = self._transport.place(batch.mesh)
         if place < 0:
-            return self._door.exchange(sent, batch)
+            return self._transport.exchange(sent, batch)
         ranks = batch.mesh.root.ranks
         going: dict[int, list[Message]] = {}
         coming: dict[int, list[Message]] = {}
@@ -297,11 +297,11 @@ class Checker(Around):
             coming.setdefault(ranks[source], []).append((batch.shape(index, place), batch.dtypes[index]))
         if batch.alone:
             announce_batch(self._operator, going, coming)
-            outs = self._door.exchange(sent, batch)
+            outs = self._transport.exchange(sent, batch)
             return finish(lambda: [arrived(out) for out in outs])
         words = (group_text(batch.mesh, batch.axes), "", *_lines(), parcels(going), parcels(coming))
         with _together(self._session, Post("exchange", self._operator, *words), self._ranks(batch.mesh, batch.axes)):
-            return self._door.exchange(sent, batch)
+            return self._transport.exchange(sent, batch)
 
     def agree(self, fact: str, mesh: Mesh, due: bool) -> None:
         """Compare what must be the same on all."""
@@ -313,9 +313,9 @@ class Checker(Around):
     def broadcast(self, x: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
         """Compare, then broadcast."""
         with self._check("broadcast", x, mesh, mesh.sorted_axes(mesh.axes)):
-            return self._door.broadcast(x, mesh, source)
+            return self._transport.broadcast(x, mesh, source)
 
     def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         """Compare that all ask, then ask."""
         with self._check("shapes", x, mesh, mesh.root.axes, value=DTYPES.get(x.dtype, str(x.dtype))):
-            return self._door.shapes(x, mesh)
+            return self._transport.shapes(x, mesh)

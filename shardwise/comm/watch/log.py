@@ -1,6 +1,6 @@
-"""`trace_comm`: a log of every communication; `Recorder`, a door around another door that writes it.
+"""`trace_comm`: a log of every communication; `Recorder`, a transport around another transport that writes it.
 
-Reads what passes through the door, gives records. Changes nothing of what passes.
+Reads what passes through the transport, gives records. Changes nothing of what passes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..listener import asked, expected
 from ..messages import Batch
 from ..simulated import Bundle
 from ..source_lines import caller
-from ..transport import Around, Counts, Door
+from ..transport import Around, Counts, Transport
 from .meeting import Checks
 
 
@@ -84,7 +84,7 @@ class Watch(NamedTuple):
     checks: Checks | None = None
 
 
-#: One setting for all, so that a door without any costs one look.
+#: One setting for all, so that a transport without any costs one look.
 watching: Setting[Watch | None] = Setting("watching", None, reaches_threads=True)
 
 
@@ -163,12 +163,12 @@ def _overheard(log: Log, alias: str, kind: str, tensors: Sequence[Tensor], going
 
 
 class Recorder(Around):
-    """A door that writes what passes into the active logs, on behalf of one operator."""
+    """A transport that writes what passes into the active logs, on behalf of one operator."""
 
     __slots__ = ("_operator",)
 
-    def __init__(self, door: Door, operator: str) -> None:
-        super().__init__(door)
+    def __init__(self, transport: Transport, operator: str) -> None:
+        super().__init__(transport)
         self._operator = operator
 
     def _write(self, kind: str, axes: tuple[str, ...], received: int) -> None:
@@ -185,45 +185,45 @@ class Recorder(Around):
         """Record an all_reduce."""
         self._count("all_reduce", _size(x), mesh, axes)
         with asked.set(True):
-            return self._door.all_reduce(x, kind, mesh, axes)
+            return self._transport.all_reduce(x, kind, mesh, axes)
 
     def all_gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Record an all_gather."""
         self._count("all_gather", _size(x), mesh, axes)
         with asked.set(True):
-            return self._door.all_gather(x, mesh, axes)
+            return self._transport.all_gather(x, mesh, axes)
 
     def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Record a reduce_scatter."""
         self._count("reduce_scatter", _size(x), mesh, axes)
         with asked.set(True):
-            return self._door.reduce_scatter(x, kind, mesh, axes)
+            return self._transport.reduce_scatter(x, kind, mesh, axes)
 
     def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Record an all_to_all."""
         if _group_size(mesh, axes) > 1:
             self._write("all_to_all", axes, x.element_size() * _most_received(receive, mesh, axes))
         with asked.set(True):
-            return self._door.all_to_all(x, send, receive, mesh, axes)
+            return self._transport.all_to_all(x, send, receive, mesh, axes)
 
     def exchange(self, sent: Sequence[Tensor], batch: Batch) -> list[Tensor]:
         """Record a batch of messages."""
         if (most := max(_received(batch, place) for place in range(len(batch.mesh.ranks)))) >= 0:
             self._write("p2p", batch.axes, most)
         with asked.set(True):
-            return self._door.exchange(sent, batch)
+            return self._transport.exchange(sent, batch)
 
     def broadcast(self, x: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
         """Record a broadcast."""
         self._count("broadcast", _size(x), mesh, mesh.sorted_axes(mesh.axes))
         with asked.set(True):
-            return self._door.broadcast(x, mesh, source)
+            return self._transport.broadcast(x, mesh, source)
 
     def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         """Record an exchange of shapes."""
         self._count("shapes", 8 * (x.ndim + 1), mesh, mesh.root.axes)
         with asked.set(True):
-            return self._door.shapes(x, mesh)
+            return self._transport.shapes(x, mesh)
 
 
 def _group_size(mesh: Mesh, axes: tuple[str, ...]) -> int:
@@ -231,8 +231,8 @@ def _group_size(mesh: Mesh, axes: tuple[str, ...]) -> int:
 
 
 def _size(x: Tensor) -> int:
-    """The bytes of the largest piece."""
-    return x.element_size() * max(piece.numel() for piece in (x.pieces if isinstance(x, Bundle) else (x,)))
+    """The bytes of the largest shard."""
+    return x.element_size() * max(shard.numel() for shard in (x.shards if isinstance(x, Bundle) else (x,)))
 
 
 def _received(batch: Batch, place: int) -> int:

@@ -1,6 +1,6 @@
 """`compile`: torch.compile, once for the whole job.
 
-Dynamo and AOTAutograd run on every rank; what they make is the same program on every rank, or on all that hold pieces of the
+Dynamo and AOTAutograd run on every rank; what they make is the same program on every rank, or on all that hold shards of the
 same shape. Only when torch's caches do not have it, and so Inductor would start, do the ranks ask each other: of those with the
 same local program one compiles, forward and backward, and the others wait, load what it made into torch's cache of local
 programs, and find it there. So a warm start asks nobody, ranks whose folders are warm never wait for those whose are not, and

@@ -304,16 +304,16 @@ def _put_together(members: list[Node]) -> None:
         start = add(_ALL_REDUCE, (joined, *last.args[1:]), last)
         wait = add(WAIT, (start,), last)
         start.meta["shardwise"] = wait.meta["shardwise"] = _why(members)
-        pieces, begin = {}, 0
+        shards, begin = {}, 0
         for member in members:
             (result,) = member.users
             end = begin + value(member).numel()
-            piece = add(aten.slice.Tensor, (wait, 0, begin, end), member)
-            piece = add(aten.view.default, (piece, list(value(member).shape)), member)
+            shard = add(aten.slice.Tensor, (wait, 0, begin, end), member)
+            shard = add(aten.view.default, (shard, list(value(member).shape)), member)
             # Results of the program are in memory of their own: who called it may write to one of them.
-            pieces[result] = add(CLONE, (piece,), member) if escapes(result) else piece
+            shards[result] = add(CLONE, (shard,), member) if escapes(result) else shard
             begin = end
-    _use_later(first, pieces, flat[0])
+    _use_later(first, shards, flat[0])
     for member in members:
         graph.erase_node(member)
 
@@ -325,12 +325,12 @@ def _flat(start: Node) -> Node:
     return add(aten.view.default, (x, [value(x).numel()]), start)
 
 
-def _use_later(first: Node, pieces: dict[Node, Node], until: Node) -> None:
-    """Use pieces instead of results, and move what needs them behind them."""
-    late = set(pieces.values())
-    tail = list(pieces.values())[-1]
-    for result, piece in pieces.items():
-        result.replace_all_uses_with(piece)
+def _use_later(first: Node, shards: dict[Node, Node], until: Node) -> None:
+    """Use shards instead of results, and move what needs them behind them."""
+    late = set(shards.values())
+    tail = list(shards.values())[-1]
+    for result, shard in shards.items():
+        result.replace_all_uses_with(shard)
     node = first
     while node is not until:
         following = node.next
@@ -339,5 +339,5 @@ def _use_later(first: Node, pieces: dict[Node, Node], until: Node) -> None:
             tail = node
             late.add(node)
         node = following
-    for result in pieces:
+    for result in shards:
         result.graph.erase_node(result)

@@ -28,7 +28,7 @@ def _number(node: Any) -> Any:
     return node.args[1] if isinstance(node, Node) and getattr(node.target, "__name__", "") == "getitem" else None
 
 
-# ── pieces of one buffer ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── shards of one buffer ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def split_once(graph: Graph) -> int:
@@ -40,11 +40,11 @@ def split_once(graph: Graph) -> int:
             continue
         sizes = [copy.meta["val"].numel() for copy in copies]
         with graph.inserting_after(node):
-            pieces = graph.call_function(aten.split_with_sizes_copy.default, (node, sizes))
+            shards = graph.call_function(aten.split_with_sizes_copy.default, (node, sizes))
         for number, copy in enumerate(copies):
             with graph.inserting_before(copy):
-                piece = graph.call_function(operator.getitem, (pieces, number))
-                view = graph.call_function(aten.view.default, (piece, list(copy.meta["val"].shape)))
+                shard = graph.call_function(operator.getitem, (shards, number))
+                view = graph.call_function(aten.view.default, (shard, list(copy.meta["val"].shape)))
             view.meta = dict(copy.meta)
             copy.replace_all_uses_with(view)
         count += len(copies)
@@ -122,10 +122,10 @@ def as_vectors(graph: Graph) -> int:
         with graph.inserting_before(node):
             args = tuple(_vector(arg, vectors, graph) if isinstance(arg, list | tuple) else arg for arg in node.args)
             vector = graph.call_function(alone, args)
-            pieces = graph.call_function(aten.unbind.int, (vector,))
+            shards = graph.call_function(aten.unbind.int, (vector,))
         for user in list(node.users):
-            user.args = (pieces, user.args[1])
-        vectors[pieces] = vector
+            user.args = (shards, user.args[1])
+        vectors[shards] = vector
         graph.erase_node(node)
         count += 1
     return count + _as_scalars(graph, vectors)

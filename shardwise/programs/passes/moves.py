@@ -66,7 +66,7 @@ def merge_moves(graph: Graph) -> int:
     """The same move of the same value is made once, and one move after another becomes one move, or none.
 
     It applies where the value is not written to in between and the moves that remain do not cost more by their plans. What it
-    leaves never communicates more; a sum that was reduced and is pending again may stay pending, and differ by rounding.
+    leaves never communicates more; a sum that was reduced and is partial again may stay partial, and differ by rounding.
     """
     changed = 0
     while found := _make_once(graph) + _join(graph):
@@ -171,7 +171,7 @@ def _skip(inner: Move, node: Node) -> None:
 def expand_moves(graph: Graph, decompositions: dict[Any, Any] | None = None) -> int:
     """Every move becomes the operators and collectives of its plan's steps; these say in `meta["shardwise"]` what they serve.
 
-    A move stays whole, and finds its steps when it runs, where sizes are symbols; where it cuts or joins pieces of different
+    A move stays whole, and finds its steps when it runs, where sizes are symbols; where it shards or joins shards of different
     sizes, since ranks would then have different programs; and where its steps write into buffers.
     """
     known: dict[Any, Graph] = {}
@@ -191,7 +191,7 @@ def expand_moves(graph: Graph, decompositions: dict[Any, Any] | None = None) -> 
 
 
 def _is_alike(told: Move) -> bool:
-    """Whether the steps of a move are the same on all ranks: pieces of a dim may differ in size only if no step changes it."""
+    """Whether the steps of a move are the same on all ranks: shards of a dim may differ in size only if no step changes it."""
     steps = plan(told.layout(told.have), told.layout(told.want)).steps
     changed = [dims for step in steps for dims in zip(step.before.dims, step.after.dims, strict=True) if dims[0] != dims[1]]
     return all(min(factor.sizes) == max(factor.sizes) for dims in changed for dim in dims for factor in dim)

@@ -1,7 +1,7 @@
 """Graph passes: what makes a local program better whatever it computes.
 
 `improve` takes the fx graph of a local program as AOTAutograd gives it, forward or backward, and rewrites it in place. Every
-rank has the same graph and rewrites it in the same way. Where ranks hold pieces of different shapes, and so have graphs of
+rank has the same graph and rewrites it in the same way. Where ranks hold shards of different shapes, and so have graphs of
 their own, collectives stay as they are.
 """
 
