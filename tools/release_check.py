@@ -29,7 +29,7 @@ TORCH = ("2.11", "2.12", "2.13")
 LIMIT = 600
 
 _PROBE = ("python", "probes.py")
-_RANKS = ("python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "probes.py")
+_RANKS = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "probes.py")
 CHECKS = {
     "command": (("shardwise", "--help"), ("shardwise", "verify", "aten.mm.default", "--workers", "1")),
     "README": ((*_PROBE, "readme"),),

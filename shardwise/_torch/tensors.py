@@ -538,8 +538,12 @@ def rebuilt(size: Any, known_sizes: Iterable[Any]) -> Any:
 def is_decomposing() -> bool:
     """Whether what is traced is for a compiler that wants operators in small shards, to fuse them: `gelu_backward`, say."""
     module = importlib.import_module("torch.fx.experimental.proxy_tensor")
-    holder, name = (module.get_proxy_mode(), "decomposition_table") if HAS_KEYS else (module, "CURRENT_DECOMPOSITION_TABLE")
-    return torch.ops.aten.gelu_backward.default in getattr(holder, name, ())
+    if hasattr(module, "CURRENT_DECOMPOSITION_TABLE"):  # of torch 2.11; in 2.12 one for each context
+        table = module.CURRENT_DECOMPOSITION_TABLE
+        table = table.get({}) if isinstance(table, contextvars.ContextVar) else table
+    else:
+        table = getattr(module.get_proxy_mode(), "decomposition_table", ())
+    return torch.ops.aten.gelu_backward.default in table
 
 
 def in_order(operator: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
