@@ -351,7 +351,7 @@ NAMED = {
     "groups": "name",
     "function": "function",
     "path": "path",
-    "pieces": "own",
+    "shards": "own",
     "Mesh.__getitem__:axes": "axes axis",
     "Mesh.size:axis": "axis dim",
     "Mesh:of": "None",
