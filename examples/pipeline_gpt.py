@@ -1,4 +1,4 @@
-"""Train a GPT in two stages, each sharding over two ranks, beside one device, and see the same losses.
+"""Train a GPT in two stages, each sharded over two ranks, beside one device, and see the same losses.
 
     python examples/pipeline_gpt.py                            four ranks simulated in this process
     torchrun --nproc-per-node 4 examples/pipeline_gpt.py       four Gloo processes, the same numbers

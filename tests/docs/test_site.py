@@ -22,6 +22,7 @@ import pytest
 from tests.docs.scripts import ROOT
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.xdist_group("site")  # built once
 if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings_handlers") is None:
     pytest.skip("mkdocs-material and mkdocstrings are not installed", allow_module_level=True)
 
