@@ -1,4 +1,4 @@
-"""Files that documents name exist."""
+"""Files that documents name exist, and the glossary stays short."""
 
 from __future__ import annotations
 
@@ -25,3 +25,9 @@ def missing(text: str) -> list[str]:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_named_files_exist(path: Path) -> None:
     assert missing(path.read_text()) == []
+
+
+def test_the_glossary_has_at_most_forty_words_in_order() -> None:
+    words = re.findall(r"^\| \*\*(.+?)\*\*", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert 20 < len(words) <= 40
+    assert words == sorted(words, key=str.lower)

@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", README, re.S)
 
 
-@pytest.mark.parametrize(("code", "shown"), BLOCKS)
+@pytest.mark.parametrize(("code", "shown"), BLOCKS, ids=range(1, len(BLOCKS) + 1))
 def test_the_readmes_code_prints_what_it_shows(code: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, "README.md", "exec"), {})
     check_output(capsys.readouterr().out, shown, "README.md")
