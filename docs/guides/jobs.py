@@ -8,8 +8,11 @@ The same script runs simulated and on processes, with the same numbers:
 What follows runs in both.
 """
 
+import os
+import shutil
 import tempfile
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -74,12 +77,14 @@ print(loaded[:2])
 # `torch.distributed.checkpoint` stores each rank's shards and loads them into any layout, on any number of ranks.
 # Here a tensor that was stored in rows is loaded in columns.
 
-with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+folder = Path(tempfile.gettempdir(), f"checkpoint-{os.environ.get('MASTER_PORT', os.getpid())}")  # the same on all ranks
+with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # said of simulated ranks, which are one process
     dcp.save({"weight": loaded}, checkpoint_id=folder)
     columns = sw.zeros(8, 2, mesh=mesh, placements={"tp": Shard(1)})
     dcp.load({"weight": columns}, checkpoint_id=folder)
 print(columns.layout, torch.equal(columns.full_tensor(), whole))
+shutil.rmtree(folder, ignore_errors=True)
 # → f32[8, 2@tp] True
 
 # For a model and its optimizer use `get_model_state_dict`, `get_optimizer_state_dict` and their counterparts of

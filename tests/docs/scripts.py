@@ -22,6 +22,15 @@ def promised(script: str) -> str:
     return "".join(f"{line}\n" for line in re.findall(r"^ *# →(?: (.*)|$)", script, re.MULTILINE))
 
 
+def code_blocks(markdown: str) -> list[tuple[str, str]]:
+    """Each block of Python with the block of output right behind it, if there is one.
+
+    >>> code_blocks("```python\\nprint(1)\\n```\\n\\n```text\\n1\\n```\\n")
+    [('print(1)\\n', '1\\n')]
+    """
+    return re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", markdown, re.S)
+
+
 def as_pattern(shown: str) -> str:
     """A regular expression for all outputs that the one shown stands for.
 

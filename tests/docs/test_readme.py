@@ -8,11 +8,10 @@ from types import ModuleType
 import pytest
 
 import shardwise
-from tests.docs.scripts import ROOT, check_output
+from tests.docs.scripts import ROOT, check_output, code_blocks
 
 README = (ROOT / "README.md").read_text()
-#: Each block of code with the block of output right behind it, if there is one.
-BLOCKS = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", README, re.S)
+BLOCKS = code_blocks(README)
 
 
 @pytest.mark.parametrize(("code", "shown"), BLOCKS, ids=range(1, len(BLOCKS) + 1))
