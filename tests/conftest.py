@@ -8,7 +8,7 @@ import torch
 
 torch.set_num_threads(1)
 
-#: How many random programs are tried, and from which seed (see tests/simulated/test_programs.py).
+#: How many random programs are tried, and from which seed (see tests/simulated/tensor/test_random_programs.py).
 PROGRAMS = int(os.environ.get("SHARDWISE_PROGRAMS", "400"))
 SEED = int(os.environ.get("SHARDWISE_SEED", "20261115"))
 

@@ -5,7 +5,7 @@ and an element's number is a function of these keys and of its index in the glob
 shards differ, a rank makes no more than its own shard, and values do not depend on how the tensor is sharded.
 
 The count lives in the state of torch's default CPU generator, in the field for a cached normal number in single precision,
-which no operator of torch reads or writes (`tests/simulated/test_random.py` tries them all). So the count starts at zero with
+which no operator of torch reads or writes (a test tries them all). So the count starts at zero with
 `torch.manual_seed`, to the same seed or another; plain random calls, which may differ from rank to rank, leave it alone and
 are left alone by it; and what saves and restores torch's state saves and restores the count: `torch.get_rng_state`,
 `torch.random.fork_rng`, `torch.utils.checkpoint`, which runs a forward pass a second time and must draw the same numbers.

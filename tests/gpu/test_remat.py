@@ -12,7 +12,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise import Shard, remat, save
 from shardwise.remat import kept_values
-from tests.blocks import POLICIES, Block, gradients, same
+from tests.helpers.gpt_block import POLICIES, Block, gradients, same
 
 pytestmark = [
     pytest.mark.gpu,

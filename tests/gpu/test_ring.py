@@ -9,7 +9,7 @@ import torch
 
 import shardwise as sw
 from shardwise import Shard
-from tests.rings import dense, ring, tensors
+from tests.helpers.ring_attention import dense, ring, tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}

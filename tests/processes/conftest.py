@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.processes.pool import Pool
+from tests.helpers.process_pool import Pool
 
 # Each takes 300 MB or more: pools that have not been used for longest end when all together would be more than this.
 MOST_PROCESSES = 8

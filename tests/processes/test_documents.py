@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.docs.scripts import ROOT, check_output, code_blocks
-from tests.processes.pool import Pool
+from tests.helpers.process_pool import Pool
 
 BLOCKS = code_blocks((ROOT / "README.md").read_text())
 

@@ -1,6 +1,6 @@
 """Samples for the rules of shardwise/rules/attention.py.
 
-The operators of CUDA do not run here: tests/simulated/test_attention.py checks their shapes, tests/gpu their values.
+The operators of CUDA do not run here: tests/simulated/rules/test_attention.py checks their shapes, tests/gpu their values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tests.laws import Sample, sample
+from tests.helpers.one_device import Sample, sample
 
 aten = torch.ops.aten
 
@@ -49,4 +49,4 @@ SAMPLES: dict[str, list[Sample]] = {
 }
 ON_CUDA = ("flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable")
 SAMPLES |= {f"aten._scaled_dot_product_{name}{end}": [] for name in ON_CUDA for end in ("", "_backward")}
-SAMPLES["aten._nested_tensor_from_mask"] = []  # refused: tests/simulated/test_tables.py
+SAMPLES["aten._nested_tensor_from_mask"] = []  # refused: tests/simulated/rules/test_embedding.py

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.laws import Sample, sample
+from tests.helpers.one_device import Sample, sample
 
 aten = torch.ops.aten
 
@@ -66,5 +66,5 @@ SAMPLES: dict[str, list[Sample]] = {
     ],
     "aten._embedding_bag_dense_backward": [sample(bag_gradient(SUM), (4, 3), (5, 3), indices, offsets, (7,))],
     "aten._embedding_bag_per_sample_weights_backward": [sample(of_weights, (4, 3), (5, 3), indices, offsets)],
-    "aten._sparse_coo_tensor_with_dims_and_tensors": [],  # refused: tests/simulated/test_tables.py
+    "aten._sparse_coo_tensor_with_dims_and_tensors": [],  # refused: tests/simulated/rules/test_embedding.py
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.laws import Sample, sample
+from tests.helpers.one_device import Sample, sample
 
 aten = torch.ops.aten
 WAVE = torch.complex(torch.arange(30.0).view(5, 3, 2).sin(), torch.arange(30.0).view(5, 3, 2).cos())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.laws import Sample, sample
+from tests.helpers.one_device import Sample, sample
 
 aten = torch.ops.aten
 

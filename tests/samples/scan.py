@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.laws import Sample, sample
+from tests.helpers.one_device import Sample, sample
 
 INTS = torch.tensor([[3, -1, 7], [7, 7, -5], [0, 2, 2], [-5, 0, 4], [7, -5, 0]])
 BOOLS = INTS > 1

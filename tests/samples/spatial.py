@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import DTensor
-from tests.laws import Sample, sample
+from tests.helpers.one_device import Sample, sample
 
 aten = torch.ops.aten
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.laws import Sample, sample
+from tests.helpers.one_device import Sample, sample
 
 aten = torch.ops.aten
 
