@@ -69,7 +69,7 @@ def stand_in(x: Tensor, mesh: Mesh, name: str) -> Tensor:
 
 
 def _shard(local: Any) -> Tensor:
-    return getattr(local, "pieces", (local,))[0]
+    return getattr(local, "shards", (local,))[0]
 
 
 def _refuse_uneven(name: str, layout: Layout) -> None:

@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with one for the compiler inside; the mesh that the files are for is made."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
     monkeypatch.setattr(manifest, "join", lambda device: 4)
-    monkeypatch.setattr(load, "door", lambda mesh: SimpleNamespace(ready=lambda mesh: None))
+    monkeypatch.setattr(load, "transport", lambda mesh: SimpleNamespace(ready=lambda mesh: None))
     monkeypatch.setattr(load, "open_package", lambda path: SimpleNamespace(boxed_run=run))
     (tmp_path / "compiler").mkdir()
     sw.init_mesh(dp=2, tp=2)
