@@ -18,7 +18,7 @@ from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
-from ..tensor.toolbox import wrap
+from ..tensor.wrapping import wrap
 from .manifest import Fixed, Manifest, Slot, check_world, read
 
 #: Kernels read vectors of so many bytes at a time.

@@ -29,7 +29,7 @@ from ..programs.passes.order import improve
 from ..programs.training_step import traceable, whole_steps
 from ..redistribution.run import whole_moves
 from ..tensor.dtensor import DTensor
-from ..tensor.toolbox import wrap
+from ..tensor.wrapping import wrap
 from .collectives import carry
 
 _TORCH = str(Path(torch.__file__).parent)

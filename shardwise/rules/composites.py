@@ -14,7 +14,7 @@ from .._torch.tensors import tracing_context
 from .._torch.tracer import before_taken_apart
 from ..errors import OperatorError
 from ..tensor.dtensor import DTensor
-from ..tensor.toolbox import Tools
+from ..tensor.toolbox import Toolbox
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ def _one_hot(go_on: Callable[..., Any], x: Tensor, num_classes: int = -1) -> Any
         x = x.redistribute(placements=x._layout.reduced())
         if not x.numel() and num_classes < 1:
             raise OperatorError(f"one_hot of {x._layout}: without elements it does not tell how many classes there are")
-        Tools(DTensor).look(partial(_check_classes, num_classes), x)
+        Toolbox(DTensor).look(partial(_check_classes, num_classes), x)
     return go_on(x, num_classes)
 
 

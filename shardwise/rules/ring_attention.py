@@ -27,7 +27,8 @@ from ..layouts.layout import Dim, Factor, Layout, cut, whole
 from ..p2p.batch import exchange, wait
 from ..propagation.table import rule
 from ..redistribution.run import move
-from ..tensor.toolbox import Tools, local_on
+from ..tensor.toolbox import Toolbox
+from ..tensor.wrapping import local_on
 
 # ── what a user calls ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -204,13 +205,13 @@ def _ring(given: Sequence[Layout], way: Way) -> Ring:
 # ── once round ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _forward(tools: Tools, op: Any, *given: Any) -> tuple[Tensor, Tensor]:
+def _forward(tools: Toolbox, op: Any, *given: Any) -> tuple[Tensor, Tensor]:
     ring, locals_ = _placed(tools, given[:3], Way(*given[3:]))
     found = watched("ring_attention", ring, tuple(locals_), lambda: _find(ring, *locals_))
     return tools.wrap(found[0], ring.result), tools.wrap(found[1], ring.logarithms)
 
 
-def _placed(tools: Tools, given: Sequence[Tensor], way: Way) -> tuple[Ring, list[Tensor]]:
+def _placed(tools: Toolbox, given: Sequence[Tensor], way: Way) -> tuple[Ring, list[Tensor]]:
     """The ring of queries, keys and values, and what ranks hold of them."""
     mesh = tools.mesh(*given)
     held = [local_on(tools.cls, x, mesh) for x in given]
@@ -251,7 +252,7 @@ def _find_more(  # noqa: PLR0913  what is known, what is new, and how
 # ── once more round, with gradients ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _backward(tools: Tools, op: Any, grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
+def _backward(tools: Toolbox, op: Any, grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
     ring, locals_ = _placed(tools, given[:3], Way(*given[5:]))
     out, lse = given[3:5]
     for x, want in ((grad, ring.result), (out, ring.result), (lse, ring.logarithms)):

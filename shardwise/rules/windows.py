@@ -26,7 +26,7 @@ from ..propagation.notation import Call, Kernel, Proposal, Rule
 from ..propagation.table import TABLE
 from ..redistribution.run import move
 from ..tensor.schema import signature
-from ..tensor.toolbox import local_on
+from ..tensor.wrapping import local_on
 from .halo import Halo, Windows, brought, given_back, halo, share
 from .shard_position import at_least_one
 

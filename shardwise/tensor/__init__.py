@@ -3,7 +3,9 @@
 In the order of imports, which go down only:
 
     schema            what an operator's schema says that dispatch needs
-    toolbox           what a program on DTensors may use, and how a DTensor is made
+    wrapping          how a DTensor is made around a local tensor
+    toolbox           what a program on DTensors, in place of one operator, may use
+    assignment        `x[index] = value`: the index and the value as torch's own assignment takes them
     draw              random DTensors: the numbers of the whole tensor, of which each rank makes its shard
     fallback          what serves an operator without a rule: its functional form, its decomposition, or a gather
     arguments         the arguments of one call: their key, and the `Call` that a rule reads

@@ -20,7 +20,7 @@ from ..layouts.mesh import Mesh
 from ..propagation.notation import Call, Result
 from ..propagation.table import find
 from .schema import Signature, signature
-from .toolbox import local_on
+from .wrapping import local_on
 
 #: Lists of these enter a key whole.
 WHOLE = frozenset((int, bool, SymInt))

@@ -28,7 +28,8 @@ from ..redistribution.run import check_moves, move, run
 from .arguments import WHOLE, Arguments, ask_torch, bind, by_name, check_outs, quickest
 from .fallback import apart, choose, decompose, functional, functional_form, is_mixed, writes_plain
 from .schema import Signature, signature
-from .toolbox import Tools, maker, sever, wrap
+from .toolbox import Toolbox
+from .wrapping import maker, sever, wrap
 
 _decisions = new_cache("decisions", limit=8192)
 _known = _decisions.entries
@@ -147,7 +148,7 @@ class Known:
     def __init__(self, cls: Any, decision: Decision, func: Any, mesh: Mesh, positional: int) -> None:
         facts = signature(func)
         self.decision, self.signature, self.mesh = decision, facts, mesh
-        self.call, self.tools = decision.call or raw_call(func), Tools(cls, facts.name)
+        self.call, self.tools = decision.call or raw_call(func), Toolbox(cls, facts.name)
         row = find(func)
         self.severs = facts.view and (bool(decision.moves) or (row is not None and row.copies))
         self.edits = tuple((facts.names.index(name), value) for name, value in decision.edits.items())
@@ -229,7 +230,7 @@ def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """The same as `dispatch` for any arguments: plain tensors, lists, several meshes, first calls."""
     operator = _operator(func)
     if operator.zipped and is_mixed(cls, args):
-        return apart(Tools(cls), func, args, kwargs)
+        return apart(Toolbox(cls), func, args, kwargs)
     if operator.reshapes and not operator.knows_plain:
         return _reshape_in_place(cls, func, args, kwargs)
     given = Arguments(cls, operator, args, kwargs)
@@ -385,7 +386,7 @@ def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: Argum
             args, kwargs = _distributed(known, args), {name: _distributed(known, value) for name, value in kwargs.items()}
         return decision.program(known.tools, func, *args, **kwargs)
     if decision.copy_back:
-        return functional(Tools(cls), func, *args, **kwargs)
+        return functional(Toolbox(cls), func, *args, **kwargs)
     if decision.moves:
         check_moves(decision.moves, given.layouts, facts.name)
     for index, have, want in decision.moves:

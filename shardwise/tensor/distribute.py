@@ -21,7 +21,7 @@ from ..propagation.fingerprint import LIBRARY
 from ..redistribution.run import move
 from .dtensor import DTensor, settled
 from .placements_given import fitting, source_rank
-from .toolbox import wrap
+from .wrapping import wrap
 
 
 def distribute_tensor(

@@ -15,12 +15,13 @@ from ..comm.interception import watched
 from ..layouts.layout import Layout, Number, PerRank, whole
 from ..random.bits import Draw, recipe
 from ..random.keys import box, draw_shard, sides, traced_key, traced_shard
+from .toolbox import Toolbox
 
 aten = torch.ops.aten
 UNIFORM, NORMAL = Draw("uniform", (0.0, 1.0)), Draw("normal", (0.0, 1.0))
 
 
-def draw(tools: Any, layout: Layout, how: Draw, generator: Generator | None = None) -> Any:
+def draw(tools: Toolbox, layout: Layout, how: Draw, generator: Generator | None = None) -> Any:
     """Random numbers of the shape and dtype of a layout, sharded like it, with nothing partial."""
     layout = layout.reduced()
     if layout.dtype.is_complex:
@@ -35,7 +36,7 @@ def draw(tools: Any, layout: Layout, how: Draw, generator: Generator | None = No
     return tools.wrap(watched("shardwise.draw", (how, layout, drawn), None, run), layout)
 
 
-def _complex(tools: Any, layout: Layout, how: Draw, generator: Generator | None) -> Any:
+def _complex(tools: Toolbox, layout: Layout, how: Draw, generator: Generator | None) -> Any:
     """Real and imaginary part by turns; normal ones have the variance of one number together."""
     if how.kind == "normal":
         how = Draw("normal", (how.numbers[0], how.numbers[1] / math.sqrt(2)))
@@ -43,7 +44,7 @@ def _complex(tools: Any, layout: Layout, how: Draw, generator: Generator | None)
     return aten.view_as_complex(draw(tools, real, how, generator))
 
 
-def _traced_spans(tools: Any, layout: Layout) -> tuple[Any, ...]:
+def _traced_spans(tools: Toolbox, layout: Layout) -> tuple[Any, ...]:
     """The same as `spans`, with numbers of the rank as values of the program."""
     starts, lengths, several = [], [], sides(layout)
     for side in several:
@@ -60,7 +61,7 @@ def _at(fact: Callable[[int], int], layout: Layout, factor: Any, place: int) -> 
     return fact(layout.shard(factor, place))
 
 
-def seeded(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+def seeded(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
     """The operator on whole tensors, on every rank, from one seed."""
     names = [argument.name for argument in op._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -93,7 +94,7 @@ def _with_seed(op: Any, names: Sequence[str], takes_generator: bool, seed: int, 
         return op(**given)
 
 
-def _replicated(tools: Any, local: Any, mesh: Any) -> Any:
+def _replicated(tools: Toolbox, local: Any, mesh: Any) -> Any:
     if not isinstance(local, Tensor):
         return local
     return tools.wrap(local, Layout.of(mesh, [[whole(n)] for n in local.shape], (), local.dtype, local.stride()))

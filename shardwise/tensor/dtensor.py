@@ -36,10 +36,12 @@ from ..layouts.text import Form, form_of, written
 from ..planning.plan import plan
 from ..propagation.fingerprint import LIBRARY, library_key
 from ..redistribution.run import move, move_later, run
+from .assignment import written_at
 from .checkpoint import check_loaded, chunk_list, for_torch, refuser, shard_of, write_items
 from .dispatch import dispatch
 from .placements_given import check_how, local_layout, target
-from .toolbox import Tools, copied_view, maker, wrap, written_at
+from .toolbox import Toolbox
+from .wrapping import copied_view, maker, wrap
 
 
 @untraced
@@ -394,7 +396,7 @@ def _plain_tangent(tangent: Tensor, form: Any, expected_type: Any = None) -> Any
     if expected_type is None or not issubclass(expected_type, DTensor) or not isinstance(form, Form):
         return None
     layout = form.layout(tangent.shape, tangent.dtype)
-    return Tools(DTensor).distribute(tangent, layout)
+    return Toolbox(DTensor).distribute(tangent, layout)
 
 
 # A compiled backward asks what it gets for it, and autograd gives an ordinary tensor there.
@@ -479,7 +481,7 @@ def align_grad(grad: Any, layout: Layout) -> Any:
     if not isinstance(grad, DTensor):
         if is_batched(grad):  # many gradients at once: they go where they are asked for, not into a leaf
             return grad
-        return Tools(DTensor).distribute(grad.detach(), layout.replace(dtype=grad.dtype))
+        return Toolbox(DTensor).distribute(grad.detach(), layout.replace(dtype=grad.dtype))
     target = _as_cut(grad._layout, layout)
     if grad._layout is target or grad.requires_grad:
         return grad.redistribute(placements=target)

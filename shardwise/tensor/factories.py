@@ -20,7 +20,8 @@ from ..propagation.fingerprint import LIBRARY
 from ..random.bits import DIGITS, Draw, bounds
 from .draw import NORMAL, UNIFORM, draw
 from .dtensor import DTensor
-from .toolbox import Tools, wrap
+from .toolbox import Toolbox
+from .wrapping import wrap
 
 
 class Want(NamedTuple):
@@ -64,9 +65,9 @@ def made_tensor(shape: Sequence[int], mesh: Mesh, placements: Any, dtype: torch.
     layout = make_layout(shape, mesh, wanted, dtype).reduced()
     made: Any
     if want.draw == "permutation":
-        made = _permutation(Tools(DTensor), layout.replace(dtype=torch.int64)).to(dtype)
+        made = _permutation(Toolbox(DTensor), layout.replace(dtype=torch.int64)).to(dtype)
     elif want.draw:
-        made = draw(Tools(DTensor), layout, Draw(*want))
+        made = draw(Toolbox(DTensor), layout, Draw(*want))
     else:
         local = transport(mesh).each(_fill, mesh, PerRank(layout.local_shape), want.numbers, dtype, layout.device)
         made = wrap(DTensor, local, layout)
@@ -79,7 +80,7 @@ def _fill(shape: tuple[int, ...], value: tuple[Any, ...], dtype: torch.dtype, de
     return torch.full(shape, value[0], dtype=dtype, device=device)
 
 
-def _permutation(tools: Tools, layout: Layout) -> DTensor:
+def _permutation(tools: Toolbox, layout: Layout) -> DTensor:
     """The order of random words: every rank sorts all of them, which is quicker than a sort that communicates."""
     words = draw(tools, layout.replicated(), Draw("bits"))
     local = tools.each(_order, layout.mesh, words)

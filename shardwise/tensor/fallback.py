@@ -19,7 +19,8 @@ from ..layouts.layout import make_layout
 from ..layouts.placement import Replicate
 from .draw import seeded
 from .schema import Signature, signature
-from .toolbox import sever
+from .toolbox import Toolbox
+from .wrapping import sever
 
 Program = Callable[..., Any]
 
@@ -37,18 +38,18 @@ def choose(func: Any, facts: Signature) -> Program:
     return gather
 
 
-def _refuse(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse(tools: Toolbox, func: Any, *args: Any, **kwargs: Any) -> Any:
     raise OperatorError(
         f"{signature(func).name} draws random numbers into an argument, which would differ from rank to rank; draw into a new "
         "tensor and copy it, or use an in-place operator such as uniform_ or normal_"
     )
 
 
-def _composite(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _composite(tools: Toolbox, func: Any, *args: Any, **kwargs: Any) -> Any:
     return func.decompose(*args, **kwargs)
 
 
-def decompose(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+def decompose(tools: Toolbox, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run torch's decomposition of the operator, which may take more than the operator does."""
     try:
         out = decompositions[func](*args, **kwargs)
@@ -84,7 +85,7 @@ def _typed(func: Any) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in schema(func).arguments]
 
 
-def functional(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+def functional(tools: Toolbox, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the functional form, then copy its results into the written arguments, plain tensors or DTensors."""
     facts, form = signature(func), functional_form(func)
     if form is None:
@@ -95,7 +96,7 @@ def functional(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     return _written(tools, facts, given, list(zip(order, (outs,) if len(order) == 1 else outs, strict=True)))
 
 
-def _written(tools: Any, facts: Signature, given: dict[str, Any], found: list[tuple[str | None, Any]]) -> Any:
+def _written(tools: Toolbox, facts: Signature, given: dict[str, Any], found: list[tuple[str | None, Any]]) -> Any:
     """What an operator gives, from its new results (by no name) and from what becomes of the arguments that it writes to."""
     pairs = [(name, *pair) for name, value in found if name is not None for pair in _pairs(given.get(name), value)]
     for name, target, value in pairs:
@@ -127,7 +128,7 @@ def _check_fit(facts: Signature, target: Tensor, value: Tensor, resizes: bool) -
         )
 
 
-def _put(tools: Any, target: Any, value: Any) -> None:
+def _put(tools: Toolbox, target: Any, value: Any) -> None:
     """Write a whole value to a plain tensor or a DTensor, which takes its shape."""
     distributed = tools.is_distributed(target)
     if not distributed and tools.is_distributed(value):
@@ -142,7 +143,7 @@ def _put(tools: Any, target: Any, value: Any) -> None:
         torch.ops.aten.alias_copy.out(value.to(target.dtype), out=target)
 
 
-def gather(tools: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+def gather(tools: Toolbox, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the operator on whole tensors, on every rank; its new results are replicated."""
     facts = signature(func)
     mesh = tools.mesh(*args, *kwargs.values())
@@ -214,7 +215,7 @@ def _resolved(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg()
 
 
-def _moved(tools: Any, given: dict[str, Any]) -> bool:
+def _moved(tools: Toolbox, given: dict[str, Any]) -> bool:
     """Whether any argument was not whole before, so that a view of the gathered one is no view of it."""
     return any(tools.is_distributed(x) and tools.layout(x).states for x in given.values())
 
@@ -225,7 +226,7 @@ def _severed(value: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return sever(value, func, args, kwargs, 0)
 
 
-def _wrapped(tools: Any, value: Any, mesh: Any) -> Any:
+def _wrapped(tools: Toolbox, value: Any, mesh: Any) -> Any:
     if isinstance(value, Tensor):
         layout = make_layout(value.shape, mesh, [Replicate()] * mesh.ndim, value.dtype, value.stride())
         return tools.wrap(value, layout)
@@ -251,7 +252,7 @@ def is_mixed(cls: Any, args: Any) -> bool:
     return None in owners or len(set(owners)) > 1
 
 
-def apart(tools: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def apart(tools: Toolbox, func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator on lists once for each mesh, and once for the plain tensors."""
     facts, owners = signature(func), _owners(tools.cls, args)
     given = {**dict(zip(facts.names, args, strict=False)), **kwargs}
@@ -271,7 +272,7 @@ def apart(tools: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return outs if facts.lists else None
 
 
-def _part(tools: Any, value: Any, indices: list[int], owners: list[Any], copies: list[tuple[Any, Any]]) -> Any:
+def _part(tools: Toolbox, value: Any, indices: list[int], owners: list[Any], copies: list[tuple[Any, Any]]) -> Any:
     """An argument for the tensors at some indices, all of one mesh or all plain; plain ones get copies of DTensors."""
     if isinstance(value, list | tuple):
         several = [value[i] for i in indices] if len(value) == len(owners) else value

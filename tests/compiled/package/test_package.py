@@ -22,7 +22,7 @@ from shardwise._torch.aoti import compile_package
 from shardwise.comm import pretend
 from shardwise.package.export import exported
 from shardwise.package.manifest import Manifest, facts_for, read, write
-from shardwise.tensor.toolbox import wrap
+from shardwise.tensor.wrapping import wrap
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.12" and torch.version.cuda is not None,

@@ -29,7 +29,7 @@ from shardwise.package.manifest import Fixed, Manifest, Slot, facts_for, seal, w
 from shardwise.programs.job import artifacts
 from shardwise.programs.job import serialize as parcel
 from shardwise.programs.job.serialize import Parcel, pack
-from shardwise.tensor.toolbox import wrap
+from shardwise.tensor.wrapping import wrap
 from tests.conftest import SEED
 
 TIMES = 1000
