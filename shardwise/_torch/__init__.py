@@ -2,8 +2,10 @@
 
 In the order of imports, which go down only:
 
-    tensors  every private torch name used elsewhere, each with a why
-    groups   every private name of `torch.distributed`, each with a why
-    tracer   what torch's tracer, its functions on state dicts and its composite operators are taught
-    aoti     what packages need of torch's private names
+    tensors   tensors, operators, the dispatcher and autograd
+    symbols   symbolic sizes of a trace
+    compiler  Dynamo, AOTAutograd and Inductor
+    groups    process groups and meshes of `torch.distributed`
+    tracer    what torch's tracer, its functions on state dicts and its composite operators are taught
+    aoti      what packages need of torch's private names
 """

@@ -1,7 +1,7 @@
 """What packages and artifact files need of torch's private names: its ahead-of-time compiler, the loader of what that makes,
 nested values, and the caches of what was compiled.
 
-Apart from `_torch/tensors.py`, as only they use them. Supported: torch 2.11 to 2.13.
+Only packages and artifact files use them. Supported: torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils._pytree import (
     treespec_loads,
 )
 
-from .tensors import HAS_KEYS
+from .compiler import HAS_KEYS
 
 __all__ = [
     "compile_package",

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..errors import RematError
-from .tensors import alias, excludes, tracing_context
+from .compiler import tracing_context
+from .tensors import alias, excludes
 
 
 def optimizer_hooks(optimizer: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:

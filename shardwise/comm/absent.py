@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch.tensors import make_wrapper, no_torch_function, schema, untraced
+from .._torch.compiler import untraced
+from .._torch.tensors import make_wrapper, no_torch_function, schema
 from ..errors import MeshError
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh

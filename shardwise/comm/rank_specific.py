@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._torch.tensors import tracing_context, tree_leaves, veto_cache
+from .._torch.compiler import tracing_context, veto_cache
+from .._torch.tensors import tree_leaves
 from ..base.settings import Setting
 from ..errors import CompileError
 from ..layouts.layout import Layout, PerRank

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch.tensors import OpOverload, make_wrapper, no_dispatch, no_torch_function, schema, storage_of, untraced
+from .._torch.compiler import untraced
+from .._torch.tensors import OpOverload, make_wrapper, no_dispatch, no_torch_function, schema, storage_of
 from ..base.argument_checks import a_tensor, flag, integers, optional, several
 from ..errors import MeshError, WorldError
 from ..layouts.layout import PerRank

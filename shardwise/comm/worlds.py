@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from .._torch.tensors import tracing_context
+from .._torch.compiler import tracing_context
 from ..base.argument_checks import a_device, a_text, integer, integers, optional, several, shown
 from ..base.settings import Setting
 from ..errors import MeshError

@@ -17,7 +17,7 @@ import torch
 from torch import SymBool, SymInt, Tensor
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
-from .._torch.tensors import is_decomposing
+from .._torch.compiler import is_decomposing
 from ..base.argument_checks import integer
 from ..errors import ArgumentError, OperatorError
 

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from torch import SymInt
 
-from .._torch.tensors import quotient
+from .._torch.symbols import quotient
 from .mesh import Mesh, quote
 
 #: An interval of indices: its first, and the one after its last.

@@ -21,7 +21,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import SymInt
 
-from .._torch.tensors import OpaqueBaseMeta, constant_type, hint, known
+from .._torch.compiler import OpaqueBaseMeta, constant_type
+from .._torch.symbols import hint, known
 from ..base.argument_checks import a_dtype, a_text, instance, integer, integers, optional, refuse, several, shown, sizes
 from ..base.caches import intern
 from ..errors import LayoutError, MeshError

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._torch.compiler import OpaqueBaseMeta, constant_type
 from .._torch.groups import current_device_mesh
-from .._torch.tensors import OpaqueBaseMeta, constant_type
 from ..base.argument_checks import a_device, a_text, choice, instance, integer, integers, optional, refuse, several, shown
 from ..base.caches import CHOICES, cache_clear, intern, memo
 from ..base.process_groups import group_over

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from .._torch.tensors import OpaqueBaseMeta, constant_type
+from .._torch.compiler import OpaqueBaseMeta, constant_type
 from ..base.argument_checks import choice, integer, integers, optional, refuse, shown
 from ..errors import LayoutError
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch.tensors import Function, collectives, keep_alive
+from .._torch.compiler import Function, keep_alive
+from .._torch.tensors import collectives
 from .._torch.tracer import keep_in_their_part
 from ..base.argument_checks import a_tensor, integers, optional, refuse, several
 from ..comm import Bundle, PerRank, seen, transport

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch.compiler import Function, keep_alive
 from .._torch.groups import AsyncTensor
-from .._torch.tensors import Function, collectives, keep_alive
+from .._torch.tensors import collectives
 from .._torch.tracer import keep_in_their_part
 from ..base.argument_checks import a_dtype, a_tensor, flag, instance, integer, integers, refuse, several, shown, sizes
 from ..comm import Bundle, PerRank, seen, transport

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch.tensors import Function
+from .._torch.compiler import Function
 from ..base.argument_checks import a_tensor, flag, integer
 from ..comm import seen, transport
 from ..comm.messages import Batch

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from .._torch.aoti import sizes_of_data, tree_flatten, tree_unflatten
-from .._torch.tensors import local_graphs
+from .._torch.compiler import local_graphs
 from ..comm import seen
 from ..comm.rank_specific import only_alike, refuse_unequal
 from ..errors import CompileError

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch.tensors import tree_flatten, tree_leaves, tree_map_only, tree_unflatten, untraced
+from .._torch.compiler import untraced
+from .._torch.tensors import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from ..errors import PipelineError
 from ..layouts.layout import Layout, Placements
 from ..layouts.mesh import Mesh

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule
 
-from .._torch.tensors import hit_recompile_limit, local_graphs
+from .._torch.compiler import hit_recompile_limit, local_graphs
 from ..base.argument_checks import a_function
 from ..comm.rank_specific import is_of_one_rank
 from ..redistribution.run import whole_moves

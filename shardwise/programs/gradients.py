@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .._torch.tensors import Function
+from .._torch.compiler import Function
 from ..tensor.dtensor import DTensor, align_grad
 
 

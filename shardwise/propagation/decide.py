@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
-from .._torch.tensors import hint
+from .._torch.symbols import hint
 from ..layouts.layout import Dim, Layout, cut, whole
 from ..layouts.placement import KINDS
 from ..planning.cost import PER_WORK, Link, all_reduce, change, links

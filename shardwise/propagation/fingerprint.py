@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from .._torch.tensors import OpaqueBaseMeta, constant_type
+from .._torch.compiler import OpaqueBaseMeta, constant_type
 from .table import fingerprint
 
 VERSION = "0.1.0"

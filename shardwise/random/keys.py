@@ -35,7 +35,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Generator, Tensor
 
-from .._torch.tensors import NotTraced, in_order, is_decomposing
+from .._torch.compiler import NotTraced, in_order, is_decomposing
 from ..base.caches import memo
 from ..comm.interception import watched
 from ..errors import OperatorError

@@ -15,8 +15,9 @@ from urllib.parse import unquote
 import torch
 from torch import SymInt, Tensor
 
+from .._torch.compiler import keep_alive
 from .._torch.groups import AsyncTensor
-from .._torch.tensors import collectives, is_alias, keep_alive
+from .._torch.tensors import collectives, is_alias
 from .._torch.tracer import keep_in_their_part
 from ..base.caches import memo
 from ..base.settings import Setting

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._torch.tensors import Function, keeps_graph, tree_flatten, tree_unflatten
+from .._torch.compiler import Function
+from .._torch.tensors import keeps_graph, tree_flatten, tree_unflatten
 from ..errors import RematError
 from ..tensor.dtensor import DTensor
 from .generators import devices_of, from_states, get_states

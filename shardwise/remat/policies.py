@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 from types import CodeType
 from typing import Any
 
-from .._torch.tensors import OpaqueBaseMeta, constant_type
+from .._torch.compiler import OpaqueBaseMeta, constant_type
 from ..base.argument_checks import a_text, integer, shown
 from ..errors import RematError
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.tensors import TorchDispatchMode, alias, schema, untraced
+from .._torch.compiler import untraced
+from .._torch.tensors import TorchDispatchMode, alias, schema
 from ..comm.interception import watch, watch_as_before
 from ..errors import RematError
 from .generators import States, devices_of, get_states, set_states

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from .._torch.tensors import OpOverload, TorchDispatchMode, hint, order_kept, rule_for, schema, tree_leaves
+from .._torch.compiler import order_kept
+from .._torch.symbols import hint
+from .._torch.tensors import OpOverload, TorchDispatchMode, rule_for, schema, tree_leaves
 from .._torch.tracer import has_backward_inside, is_joint, saved_hooks, snapshot, teach_checkpoint, traced_graph
 from ..layouts.text import Form
 from ..programs.passes.graph import AGAIN, WAIT

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.tensors import tracing_context
+from .._torch.compiler import tracing_context
 from .._torch.tracer import before_taken_apart
 from ..errors import OperatorError
 from ..tensor.dtensor import DTensor

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._torch.tensors import is_traced_whole
+from .._torch.compiler import is_traced_whole
 from ..errors import OperatorError
 from ..layouts.layout import Layout, PerRank, contiguous_stride, make_layout, whole
 from ..layouts.placement import Replicate

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.tensors import NotTraced, tracing_context
+from .._torch.compiler import NotTraced, tracing_context
 from ..errors import OperatorError
 from ..layouts.layout import Factor, Layout, cut, whole
 from ..layouts.mesh import Mesh

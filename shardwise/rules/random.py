@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.tensors import tracing_context
+from .._torch.compiler import tracing_context
 from ..errors import MeshError, OperatorError
 from ..layouts.layout import Layout, whole
 from ..propagation.table import rule

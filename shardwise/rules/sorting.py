@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.tensors import NotTraced, tracing_context
+from .._torch.compiler import NotTraced, tracing_context
 from ..layouts.layout import Factor, Layout, whole
 from ..propagation.notation import Call, Proposal, Rule, parse
 from ..propagation.table import rule

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.tensors import tracing_context
+from .._torch.compiler import tracing_context
 
 #: dtypes of indices; uint8 is one of masks.
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)

@@ -14,7 +14,9 @@ from typing import Any, cast
 import torch
 from torch import SymInt, Tensor
 
-from .._torch.tensors import dispatch_modes, no_dispatch, no_modes, raw_call, rebuilt, untraced
+from .._torch.compiler import untraced
+from .._torch.symbols import rebuilt
+from .._torch.tensors import dispatch_modes, no_dispatch, no_modes, raw_call
 from ..base.caches import new_cache
 from ..comm import transport
 from ..errors import LayoutError, OperatorError, ShardwiseError

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch.tensors import Function, is_transforming
+from .._torch.compiler import Function
+from .._torch.tensors import is_transforming
 from ..base.argument_checks import a_function, a_module, a_tensor, optional
 from ..comm import transport
 from ..comm.interception import watched

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from .._torch.tensors import NotTraced, tracing_context
+from .._torch.compiler import NotTraced, tracing_context
 from ..comm.interception import watched
 from ..layouts.layout import Layout, Number, PerRank, whole
 from ..random.bits import Draw, recipe

@@ -12,17 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import SymInt, Tensor
 
+from .._torch.compiler import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, Function, untraced
 from .._torch.groups import AsyncTensor
-from .._torch.tensors import (
-    LOOKS_FOR_VIEWS,
-    READS_ATTRIBUTES,
-    Function,
-    base_of,
-    foreach_type,
-    is_batched,
-    no_torch_function,
-    untraced,
-)
+from .._torch.tensors import base_of, foreach_type, is_batched, no_torch_function
 from .._torch.tracer import TAKES_BRANCHES, reader, teach_state_dicts
 from ..base.argument_checks import flag
 from ..base.caches import memo

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.tensors import Function
+from .._torch.compiler import Function
 from ..base.argument_checks import a_function, refuse
 from ..comm import Bundle
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from .._torch.tensors import tracing_context
+from .._torch.compiler import tracing_context
 from ..comm import seen, transport
 from ..comm.watch.log import watching
 from ..errors import OperatorError

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 
-from .._torch.tensors import known, make_wrapper, rebuilt, unseen, untraced
+from .._torch.compiler import untraced
+from .._torch.symbols import known, rebuilt, unseen
+from .._torch.tensors import make_wrapper
 from ..comm import transport
 from ..comm.rank_specific import mark_specific
 from ..layouts.layout import Layout, SymbolicLayout, contiguous_stride, make_layout

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
-from shardwise._torch.tensors import HAS_KEYS
+from shardwise._torch.compiler import HAS_KEYS
 
 Function = Callable[[DTensor, DTensor], Tensor]
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ..._torch.tensors import artifacts_of_block, compile_graph, compile_local, compiler_caches, inductor_settings, is_kept
+from ..._torch.compiler import artifacts_of_block, compile_graph, compile_local, compiler_caches, inductor_settings, is_kept
 from ...base.argument_checks import a_function, flag, number, optional
 from ...comm.failures import in_job
 from ...errors import CompileError

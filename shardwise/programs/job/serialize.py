@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..._torch.aoti import keep_artifacts, read_artifacts
-from ..._torch.tensors import compiler_folder
+from ..._torch.compiler import compiler_folder
 from ...errors import CompileError
 
 _MAGIC = b"shardwise artifacts 2\n"

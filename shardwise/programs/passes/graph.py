@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ..._torch.tensors import OpOverload, collectives, keep_alive, schema
+from ..._torch.compiler import keep_alive
+from ..._torch.tensors import OpOverload, collectives, schema
 
 WAIT = collectives.wait_tensor.default
 CLONE = torch.ops.aten.clone.default

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..._torch.tensors import trace_local
+from ..._torch.compiler import trace_local
 from ...errors import PlanError
 from ...layouts.layout import Layout
 from ...layouts.text import Form

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardwise as sw
 import shardwise.programs.passes.order
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard
-from shardwise._torch.tensors import local_graphs
+from shardwise._torch.compiler import local_graphs
 from shardwise.programs.gradients import align_leaves
 from shardwise.programs.passes.all_reduces import SMALL, bucket
 from shardwise.programs.passes.graph import WAIT, is_view, order

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
-from shardwise._torch.tensors import HAS_KEYS, local_graphs
+from shardwise._torch.compiler import HAS_KEYS, local_graphs
 from tests.helpers.compiled_functions import UNEVEN, assert_same, fake_job, functions, inputs, values
 
 AXES = [

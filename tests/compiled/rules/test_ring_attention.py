@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 import shardwise as sw
 from shardwise import Shard, remat, save
-from shardwise._torch.tensors import local_graphs
+from shardwise._torch.compiler import local_graphs
 from tests.helpers.compiled_functions import fake_job
 from tests.helpers.ring_attention import dense, same, tensors
 

@@ -1,0 +1,285 @@
+"""Private names of torch's compiler (Dynamo, AOTAutograd, Inductor), each with the reason it is needed.
+
+The compiler's modules are imported where something is compiled, since that takes seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+import torch._guards
+from torch._library.opaque_object import MemberType, register_opaque_type
+from torch._opaque_base import OpaqueBaseMeta as OpaqueBaseMeta
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..errors import OperatorError
+from .tensors import below_autograd
+
+_frames: Any = torch._C._dynamo.eval_frame
+_What = TypeVar("_What")
+
+
+def untraced(what: _What) -> _What:
+    """A function, or a class with its methods, that Dynamo never compiles by itself, nor what it calls: where torch calls it,
+    or code that runs uncompiled (a loop with a graph break, say). Inlined into a traced function it is traced as any other.
+    `torch.compiler.disable` takes microseconds of each call."""
+    skip = _frames._FrameAction.SKIP
+    for function in [what] if isinstance(what, FunctionType) else _functions(what):
+        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    return what
+
+
+def _functions(cls: Any) -> list[Any]:
+    """The functions that a class is written with: methods of all kinds, and those of its properties."""
+    parts = [(value, *(getattr(value, name, None) for name in ("__func__", "fget", "fset"))) for value in vars(cls).values()]
+    return [part for several in parts for part in several if isinstance(part, FunctionType)]
+
+
+class NotTraced(OperatorError, UnsupportedOperatorException):
+    """What cannot be a part of a traced program. Dynamo breaks the graph there; where it may not, it shows the text, which it
+    takes for the operator's name."""
+
+    def __init__(self, text: str) -> None:
+        RuntimeError.__init__(self, text)
+        self.func: Any = text
+
+
+class Function(torch.autograd.Function):
+    """An autograd function whose forward and backward Dynamo leaves alone where autograd calls them."""
+
+    def __init_subclass__(cls) -> None:
+        untraced(cls)
+
+
+def is_traced_whole(x: torch.Tensor) -> bool:
+    """Whether `make_fx` is at work and follows this tensor, of whatever class, as one value: its own table tells."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return mode is not None and x in mode.tracer.tensor_tracker
+
+
+#: Tells graph passes that an operator matters though nothing uses its result.
+keep_alive: Any = torch.fx.node.has_side_effect
+
+
+#: Whether torch asks tensors of a class like ours what a key of its cache of compiled programs should say of them. Where it
+#: does not, the cache is off: a key without the library's own would outlive it.
+HAS_KEYS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+if not HAS_KEYS:
+    importlib.import_module("torch._functorch.config").enable_autograd_cache = False  # type: ignore[attr-defined]
+
+#: The module that, while it traces a function of the user's, reads attributes of tensors on the user's behalf.
+READS_ATTRIBUTES = "torch._dynamo.variables.tensor"
+
+#: The module that looks which results of a traced function are views of others.
+LOOKS_FOR_VIEWS = "torch._functorch._aot_autograd.collect_metadata_analysis"
+
+#: The trace that is going on, if any: torch keeps it from the first operator to the compiled backward.
+tracing_context: Any = torch._guards.TracingContext.try_get
+
+
+@functools.cache
+def veto_cache(refused: Callable[[], bool]) -> None:
+    """From now on torch's cache of compiled programs keeps none for which `refused()`. Its key is made before a program is
+    traced, and nothing else can tell it that the trace found something that the key does not say."""
+    cache = importlib.import_module("torch._functorch._aot_autograd.autograd_cache").AOTAutogradCache
+    save = cache.save
+
+    def save_unless_refused(*args: Any, **kwargs: Any) -> Any:
+        return None if refused() else save(*args, **kwargs)
+
+    cache.save = staticmethod(save_unless_refused)
+
+
+def constant_type(cls: type) -> None:
+    """Let objects of a class stand in traced programs as constants, like ints: what they are asked is answered while tracing.
+    torch 2.11 wants classes of a metaclass of its own (`OpaqueBaseMeta`) for that."""
+    own = ("__getitem__", "__or__", "__and__", "__invert__", "__eq__", "__ne__")
+    names = [*dir(cls), *vars(cls).get("__annotations__", ())]  # attributes that only instances have are annotated
+    members = {name: MemberType.USE_REAL for name in names if not name.startswith("_") or name in own}
+    register_opaque_type(cls, typ="value", members=members)
+
+
+def inductor_settings(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
+    """The settings of Inductor that `torch.compile(mode=…, options=…)` means: only torch's own backend knows."""
+    return dict(torch._TorchCompileInductorWrapper(mode, options, dynamic).config)
+
+
+def compile_graph(gm: Any, inputs: Any, local: Callable[..., Any], settings: dict[str, Any], at_once: bool) -> Any:
+    """A graph of Dynamo compiled by Inductor; `local(gm, inputs, **words)` compiles each local program that no cache has.
+
+    `at_once`, the backward is compiled with the forward: by itself torch waits for the first backward.
+    """
+    inductor = importlib.import_module("torch._inductor.compile_fx")
+    with importlib.import_module("torch._functorch.config").patch(force_non_lazy_backward_lowering=at_once):
+        return inductor.compile_fx(gm, inputs, inner_compile=local, config_patches=settings)
+
+
+#: What Inductor adds to the words of a local program before it makes a key of them.
+_WORDS = {"cpp_wrapper": False, "fx_wrapper": False, "is_backward": False, "is_inference": False, "static_input_idxs": ()}
+_WORDS |= dict.fromkeys(("boxed_forward_device_index", "cudagraphs", "extern_node_serializer", "graph_id", "layout_opt"))
+
+
+def _is_empty(gm: Any) -> bool:
+    """Whether a program calls nothing: Inductor does not compile it then."""
+    return not any(node.op.startswith("call") for node in gm.graph.nodes)
+
+
+def is_kept(gm: Any, inputs: Any, words: dict[str, Any]) -> bool:
+    """Whether Inductor's cache in this process's folder has a local program. (A wrong no is possible: it costs time only.)"""
+    if _is_empty(gm):
+        return True
+    words = {**_WORDS, **words}
+    for index in words["static_input_idxs"]:
+        if isinstance(inputs[index], torch.Tensor) and inputs[index].device.type != "cpu":
+            inputs[index]._is_inductor_static = True  # as Inductor does before it makes the key
+    checked = importlib.import_module("torch._inductor.compile_fx").get_input_idxs_to_check(inputs, words["static_input_idxs"])
+    cache = importlib.import_module("torch._inductor.codecache").FxGraphCache
+    key, _ = cache.prepare_key(gm, inputs, words, checked, False)
+    return key is not None and os.path.isdir(cache._get_tmp_dir_for_key(key[0]))
+
+
+def compile_local(gm: Any, inputs: Any, words: dict[str, Any]) -> tuple[Any, bool]:
+    """A local program compiled by Inductor, and whether that was work: its counters tell what its cache had."""
+    counters = importlib.import_module("torch._dynamo.utils").counters["inductor"]
+    before, empty = counters["fxgraph_cache_hit"], _is_empty(gm)
+    made = importlib.import_module("torch._inductor.compile_fx").compile_fx_inner(gm, inputs, **words)
+    if getattr(made, "current_callable", None) is not None:
+        made.current_callable = _below_autograd(made.current_callable)
+    return made, counters["fxgraph_cache_hit"] == before and not empty
+
+
+def _below_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same without a look at autograd by each operator: torch's collectives do that in Python."""
+
+    def call(*args: Any) -> Any:
+        with below_autograd():
+            return function(*args)
+
+    return call
+
+
+def compiler_caches() -> bool:
+    """Whether Inductor keeps what it compiles."""
+    settings = importlib.import_module("torch._inductor.config")
+    return bool(settings.fx_graph_cache and not importlib.import_module("torch.compiler.config").force_disable_caches)
+
+
+def compiler_folder() -> str:
+    """Where Inductor keeps what it compiles."""
+    return importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
+
+
+@contextlib.contextmanager
+def artifacts_of_block() -> Iterator[Callable[[], bytes]]:
+    """In the block torch's record of artifacts starts empty; yields what saves it. After the block it has everything again: the
+    public functions know one record, of all that the process compiled."""
+    record = importlib.import_module("torch.compiler._cache").CacheArtifactManager
+    with record.with_fresh_cache():
+        yield lambda: (record.serialize() or (b"", None))[0]
+        inside = list(record._seen_artifacts)
+    for artifact in inside:
+        if artifact not in record._seen_artifacts:
+            record._seen_artifacts.add(artifact)
+            record._new_cache_artifacts[artifact.type()].append(artifact)
+
+
+def hit_recompile_limit(error: Exception) -> bool:
+    """Whether Dynamo refused to trace a function once more; its class lies in a module that takes seconds to import."""
+    return type(error).__name__ == "FailOnRecompileLimitHit"
+
+
+def local_graphs(
+    gm: Any, inputs: Any, build: Callable[[str, Any], Callable[[list[Any]], Any]], prepare: Callable[[Any], Any] = lambda gm: gm
+) -> Any:
+    """A function that does what a graph over tensors of any class does, by graphs over the plain tensors that they wrap:
+    `build` makes a function of a list from each; `prepare` sees forward and backward while they are still one graph. Only
+    AOTAutograd traces through subclasses."""
+    backend = importlib.import_module("torch._functorch.aot_autograd").aot_module_simplified
+    partitioners = importlib.import_module("torch._functorch.partitioners")
+
+    def partition(joint: Any, *args: Any, **kwargs: Any) -> Any:
+        if not partitioners.has_recomputable_ops(joint):
+            return partitioners.default_partition(prepare(joint), *args, **kwargs)
+        for node in joint.graph.nodes:  # without a compiler that fuses nothing is cheap enough to be computed again unasked
+            if not partitioners.must_recompute(node):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return partitioners.min_cut_rematerialization_partition(prepare(joint), *args, **kwargs)
+
+    def compiler(part: str) -> Any:
+        def made(graph: Any, _: Any) -> Any:
+            function = build(part, graph)
+            function._boxed_call = True  # type: ignore[attr-defined]  # takes one list, which it empties
+            return function
+
+        return made
+
+    return backend(
+        gm,
+        inputs,
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+
+
+def is_decomposing() -> bool:
+    """Whether what is traced is for a compiler that wants operators in small shards, to fuse them: `gelu_backward`, say."""
+    module = importlib.import_module("torch.fx.experimental.proxy_tensor")
+    if hasattr(module, "CURRENT_DECOMPOSITION_TABLE"):  # of torch 2.11; in 2.12 one for each context
+        table = module.CURRENT_DECOMPOSITION_TABLE
+        table = table.get({}) if isinstance(table, contextvars.ContextVar) else table
+    else:
+        table = getattr(module.get_proxy_mode(), "decomposition_table", ())
+    return torch.ops.aten.gelu_backward.default in table
+
+
+def in_order(operator: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
+    """What an operator gives that takes its own last result in the same trace, so that its calls stay in order. What one trace
+    has in common is the mode that sees its operators; the first of the traces of a function has none, and needs no order."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    found = operator(getattr(mode, "shardwise_last", None))
+    if mode is not None:
+        mode.shardwise_last = found
+    return found
+
+
+@contextlib.contextmanager
+def order_kept() -> Iterator[None]:
+    """In the block `in_order` starts no new order: what runs there, runs a second time."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    last = getattr(mode, "shardwise_last", None)
+    try:
+        yield
+    finally:
+        if mode is not None:
+            mode.shardwise_last = last
+
+
+def trace_local(function: Callable[[torch.Tensor], torch.Tensor], x: Any, decompositions: dict[Any, Any] | None = None) -> Any:
+    """The graph of the operators that a function of one fake tensor calls, decomposed as the table says."""
+    tracer = importlib.import_module("torch.fx.experimental.proxy_tensor")
+    with x.fake_mode:  # numbers that become tensors on the way are to be fakes as well
+        return tracer.make_fx(function, decomposition_table=decompositions)(x).graph
+
+
+def inductor_pass(run: Callable[[Any, dict[Any, Any]], object], key: str) -> Any:
+    """`run(graph, decompositions)` as a pass of Inductor, which keeps programs under its key; new nodes are to be decomposed as
+    the table says. Only an object of Inductor's own class is taken for one whose programs may be kept."""
+    base = importlib.import_module("torch._inductor.custom_graph_pass").CustomGraphPass
+    table = importlib.import_module("torch._inductor.decomposition").select_decomp_table
+
+    def call(self: Any, graph: Any) -> None:
+        run(graph, table())
+
+    return type("Passes", (base,), {"__call__": call, "uuid": lambda self: key, "__repr__": lambda self: f"Passes({key!r})"})()
