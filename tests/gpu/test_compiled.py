@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 import shardwise as sw
 from shardwise import Mesh, Shard
-from tests.gpu.test_cuda import mesh as mesh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

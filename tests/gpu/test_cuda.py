@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,21 +11,6 @@ import shardwise as sw
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-@pytest.fixture(params=["simulated", "nccl"])
-def mesh(request: Any) -> Iterator[Mesh]:
-    if request.param == "simulated":
-        with sw.simulate(4):
-            yield sw.init_mesh(dp=2, tp=2, device="cuda")
-        return
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl")
-    yield sw.init_mesh(dp=1, tp=1)
-    dist.destroy_process_group()
-    for name in ("RANK", "WORLD_SIZE"):
-        os.environ.pop(name)
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 import shardwise as sw
 from shardwise import Shard
-from tests.pure.kernels.test_int_pow import DTYPES, EXPONENTS, SIGNED, bases, some, truth, wrapped
+from tests.helpers.int_pow import DTYPES, EXPONENTS, SIGNED, bases, some, truth, wrapped
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

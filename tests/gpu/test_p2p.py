@@ -11,7 +11,6 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise import Bundle, Mesh, p2p
-from tests.gpu.test_cuda import mesh as mesh
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

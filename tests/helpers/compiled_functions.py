@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,6 +17,14 @@ from shardwise import DTensor, Partial, Replicate, Shard
 from shardwise._torch.compiler import HAS_KEYS
 
 Function = Callable[[DTensor, DTensor], Tensor]
+
+
+AXES = [
+    pytest.param(2, {"tp": 2}, marks=pytest.mark.slow),
+    pytest.param(4, {"tp": 4}, marks=pytest.mark.slow),
+    (4, {"dp": 2, "tp": 2}),
+    pytest.param(8, {"a": 2, "b": 2, "c": 2}, marks=pytest.mark.slow),
+]
 
 
 @contextlib.contextmanager

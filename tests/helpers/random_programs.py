@@ -6,12 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise import Partial, Replicate, Shard
 
 MESHES = [{"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2}, {"a": 3, "b": 2}, {"a": 2, "b": 2, "c": 2}]
+
+#: Meshes of so many ranks.
+MESHES_OF: dict[int, list[dict[str, int]]] = {2: [{"a": 2}], 4: [{"a": 4}, {"a": 2, "b": 2}]}
 
 Draw = Callable[..., Any]
 Step = Callable[..., Tensor]
@@ -156,3 +160,10 @@ def describe(mesh: Any, inputs: list[Tensor], layouts: list[Any], steps: list[An
     lines += [f"v{i} = {list(x.shape)} {p}" for i, (x, p) in enumerate(zip(inputs, layouts, strict=True))]
     lines += [f"v{len(inputs) + i} = {name}({', '.join(f'v{j}' for j in of)})" for i, (name, _, of) in enumerate(steps)]
     return "\n".join(lines)
+
+
+def same_everywhere(program: Any) -> None:
+    """Fail where ranks drew different programs: run, they would wait for one another for ever."""
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, describe(*program))
+    assert texts == texts[:1] * len(texts), "ranks drew different programs:\n\n" + "\n\n".join(texts)

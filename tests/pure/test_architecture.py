@@ -249,6 +249,38 @@ def test_layer_checks_find_what_they_look_for():
     assert not import_cycle([low, Source.parse("high.py", "")])
 
 
+# ── tests that mirror the package ──
+
+#: Folders of tests without a folder of the package: whole models, written by others or as others write them.
+BESIDE = {"models"}
+
+
+def misplaced(tests: list[Path], folders: set[str]) -> list[str]:
+    """Tests that lie neither in tests/NEED nor in tests/NEED/FOLDER, where FOLDER is one of the package."""
+    return sorted(test.as_posix() for test in tests if len(test.parts) > 3 or not set(test.parts[1:-1]) <= folders | BESIDE)
+
+
+def test_tests_lie_where_the_package_has_what_they_test():
+    tests = ROOT / "tests"
+    found = [
+        path.relative_to(tests)
+        for need in ("pure", "simulated", "processes", "compiled")
+        for path in (tests / need).rglob("test_*.py")
+    ]
+    folders = {file.partition("/")[0] for file in FILES if "/" in file}
+    assert found and not misplaced(found, folders)
+    assert misplaced([Path("pure/nowhere/test_x.py")], folders)
+
+
+def test_no_test_module_imports_another():
+    found = [
+        path
+        for path in (ROOT / "tests").rglob("*.py")
+        if re.search(r"^from tests\.\w+\.(\w+\.)?test_", path.read_text(), re.MULTILINE)
+    ]
+    assert not found
+
+
 # ── the repository ──
 
 

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import shardwise as sw
 from shardwise import Shard
-from tests.pure.kernels.test_int_pow import DTYPES, EXPONENTS, bases, truth, wrapped
+from tests.helpers.int_pow import DTYPES, EXPONENTS, bases, truth, wrapped
 
 CONSTANT = (0, 1, 2, 15, 63, 70, EXPONENTS[71], 2**31)
 WHOLE = DTYPES[:5]

@@ -15,9 +15,9 @@ from torch._dynamo.utils import counters
 
 import shardwise as sw
 from shardwise import p2p
-from tests.compiled.programs.test_warm_cache import run
 from tests.helpers import exchanges
 from tests.helpers.process_pool import Pool
+from tests.helpers.torchrun import run
 
 Pools = Callable[[int], Pool]
 

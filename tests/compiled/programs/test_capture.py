@@ -11,8 +11,7 @@ import torch.nn.functional as F
 import shardwise as sw
 from shardwise import DTensor, Shard
 from shardwise._torch.compiler import HAS_KEYS
-from tests.compiled.programs.test_torch_compile import AXES
-from tests.helpers.compiled_functions import assert_same, fake_job, functions, inputs, values
+from tests.helpers.compiled_functions import AXES, assert_same, fake_job, functions, inputs, values
 
 
 def compare(axes: dict[str, int]) -> int:

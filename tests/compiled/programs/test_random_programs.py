@@ -17,8 +17,7 @@ from torch import Tensor
 import shardwise as sw
 from tests.conftest import SEED
 from tests.helpers.one_device import distributed
-from tests.helpers.random_programs import describe, programs, run
-from tests.processes.tensor.test_random_programs import MESHES, same_everywhere
+from tests.helpers.random_programs import MESHES_OF, describe, programs, run, same_everywhere
 
 COUNT = int(os.environ.get("SHARDWISE_COMPILED", "8"))
 
@@ -71,7 +70,7 @@ def many(count: int, meshes: list[dict[str, int]] | None, place: Callable[..., A
 
 
 def on_this_rank(ranks: int, count: int) -> int:
-    return many(count, MESHES[ranks], sw.distribute_tensor)
+    return many(count, MESHES_OF[ranks], sw.distribute_tensor)
 
 
 def test_programs_in_a_simulated_world() -> None:

@@ -23,14 +23,7 @@ from torch.fx import GraphModule
 import shardwise as sw
 from shardwise import DTensor, Replicate, Shard
 from shardwise._torch.compiler import HAS_KEYS, local_graphs
-from tests.helpers.compiled_functions import UNEVEN, assert_same, fake_job, functions, inputs, values
-
-AXES = [
-    pytest.param(2, {"tp": 2}, marks=pytest.mark.slow),
-    pytest.param(4, {"tp": 4}, marks=pytest.mark.slow),
-    (4, {"dp": 2, "tp": 2}),
-    pytest.param(8, {"a": 2, "b": 2, "c": 2}, marks=pytest.mark.slow),
-]
+from tests.helpers.compiled_functions import AXES, UNEVEN, assert_same, fake_job, functions, inputs, values
 
 
 def compare(axes: dict[str, int], backend: str, names: list[str] | None = None) -> int:

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "warm_cache.py"
-
-
-def run(ranks: int, rows: int, cache: Path, hash_seed: str, program: Path = EXAMPLE) -> list[dict[str, int]]:
-    """What every rank reports."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONHASHSEED": hash_seed}
-    done = subprocess.run([*command, str(program), str(rows)], capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+from tests.helpers.torchrun import run
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="this torch asks tensors for no key, and nothing is kept")

@@ -22,7 +22,7 @@ import shardwise as sw
 from shardwise import Shard, remat, save
 from shardwise.programs.job.compile import _checkpointing
 from shardwise.programs.passes.graph import is_view
-from tests.compiled.programs.test_keys import key_of
+from tests.helpers.cache_keys import key_of
 from tests.helpers.compiled_functions import fake_job
 
 Axes = dict[str, int]

@@ -6,21 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, seed, settings
 
 import shardwise as sw
 from tests.conftest import SEED
-from tests.helpers.random_programs import describe, programs, run
-
-MESHES: dict[int, list[dict[str, int]]] = {2: [{"a": 2}], 4: [{"a": 4}, {"a": 2, "b": 2}]}
-
-
-def same_everywhere(program: Any) -> None:
-    """Fail where ranks drew different programs: run, they would wait for one another for ever."""
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, describe(*program))
-    assert texts == texts[:1] * len(texts), "ranks drew different programs:\n\n" + "\n\n".join(texts)
+from tests.helpers.random_programs import MESHES_OF, programs, run, same_everywhere
 
 
 def check(program: Any) -> None:
@@ -45,7 +35,7 @@ def many(ranks: int, count: int) -> int:
 
     @seed(SEED)
     @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(programs(MESHES[ranks]))
+    @given(programs(MESHES_OF[ranks]))
     def one(program: Any) -> None:
         check(program)
         ran.append(program)
