@@ -1,4 +1,4 @@
-"""The command line: `python -m shardwise verify`, or `shardwise verify`."""
+"""The command line: `python -m shardwise rules` prints the table of rules, `python -m shardwise verify` proves it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 
 import torch
 
+from .rules.listing import listing
 from .verify.coverage import write
 from .verify.operators import Sweep, names
 from .verify.report import check_rules, sweep_operators
@@ -17,6 +18,10 @@ from .verify.report import check_rules, sweep_operators
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; gives its exit code."""
     given = _parser().parse_args(arguments)
+    if given.command == "rules":
+        text = listing(given.name)
+        print(text or f"no rule for {given.name!r}: torch takes such an operator apart, or it runs on whole tensors")
+        return int(not text)
     torch.set_num_threads(1)
     if given.coverage:
         write(given.coverage, given.workers)
@@ -32,9 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("shardwise", description="Distributed tensors that mean what one device means.")
-    verify = parser.add_subparsers(dest="command", required=True).add_parser(
-        "verify", help="prove that rules, and all of torch's operators, mean what they mean on one device"
-    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    rules = commands.add_parser("rules", help="print the table of rules: how each operator may be sharded")
+    rules.add_argument("name", nargs="?", default="", help="an operator, as mm, max.dim or '*pool*': explains its rules")
+    verify = commands.add_parser("verify", help="prove that rules, and torch's operators, mean what they mean on one device")
     add = verify.add_argument
     add("pattern", nargs="?", default="*", help="names to take, as 'aten.*pool*' or 'nn.functional.*'; commas between several")
     add("--quick", action="store_true", help="a few operators only")

@@ -6,19 +6,26 @@ Names are `aten.add` for all overloads, or `aten.add.Scalar` for one; an in-plac
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 from collections.abc import Iterable
 from dataclasses import fields
 from functools import partial
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
+from ..errors import OperatorError
 from .notation import Rule, parse
 
 TABLE: dict[str, Rule] = {}
+#: Where the row of each name stands, as `rules/matmul.py:46`; apart from the rows, whose digest no line number may change.
+PLACES: dict[str, str] = {}
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def rule(names: str, text: str | None = None, **words: Any) -> None:
     """Add one row for each of the space-separated names; bare names mean `aten.`, others are written as `library::operator`.
+    A name that has a row is refused.
 
     >>> rule("aten.example", "m k, k n -> m n", linear=((0,), (1,)))
     >>> TABLE.pop("aten.example").text
@@ -28,9 +35,20 @@ def rule(names: str, text: str | None = None, **words: Any) -> None:
     for word in ("whole", "static", "free"):
         words[word] = _set(words.get(word, ()))
     row = Rule(inputs, outputs, text=text or "", **words)
+    place = _place(sys._getframe(1))
     for name in names.split():
-        known = "::" in name or name.partition(".")[0] in ("aten", "prims", "shardwise")
-        TABLE[name.replace("::", ".") if known else f"aten.{name}"] = row
+        has_library = "::" in name or name.partition(".")[0] in ("aten", "prims", "shardwise")
+        name = name.replace("::", ".") if has_library else f"aten.{name}"
+        if name in TABLE:
+            raise OperatorError(f"{name} has a rule already, at {PLACES.get(name)}: an operator has one; change or remove that")
+        TABLE[name], PLACES[name] = row, place
+
+
+def _place(frame: FrameType | None) -> str:
+    """The line of a row: of a module of this package, or the innermost one outside of it."""
+    while frame and frame.f_back and frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename.removeprefix(_PACKAGE)}:{frame.f_lineno}" if frame else ""
 
 
 def _set(value: str | Iterable[str]) -> frozenset[str]:

@@ -28,6 +28,7 @@ In the order of imports, which go down only:
     ring_attention  `ring_attention`: keys and values go round
     flex_attention  flex attention on DTensors
     composites      operators that torch takes apart too early: `one_hot`, `tensor_split`, packed sequences, some with `out=`
+    listing         the table as text, for `python -m shardwise rules`
 """
 
 from . import (
@@ -42,6 +43,7 @@ from . import (
     halo,
     indexing,
     linalg,
+    listing,
     loss,
     matmul,
     normalisation,
@@ -70,6 +72,7 @@ __all__ = [
     "halo",
     "indexing",
     "linalg",
+    "listing",
     "loss",
     "matmul",
     "normalisation",

@@ -22,7 +22,8 @@ def rule(op: Any, sentence: str, *, samples: Sequence[tuple[Any, ...]], **words:
     """Say how an operator of your own may be sharded, as in `"m k, k n -> m n"`; `samples` are arguments to prove it with.
 
     `words` are those of `propagation.notation.Rule`: `linear`, `lost`, `passes`, `whole`, `kernel` and so on. All that the
-    rule allows is tried on the samples, and it is refused, with a counterexample, where one device gives something else.
+    rule allows is tried on the samples, and it is refused, with a counterexample, where one device gives something else. An
+    operator has one rule: a second is refused.
 
     >>> import shardwise as sw
     >>> @torch.library.custom_op("example::twice", mutates_args=())
@@ -41,15 +42,12 @@ def rule(op: Any, sentence: str, *, samples: Sequence[tuple[Any, ...]], **words:
     facts = signature(overload)
     _check_operator(facts, overload, samples)
     name = f"{facts.name}.{overload._overloadname}"
-    before = TABLE.get(name)
     add_row(f"{overload._schema.name}.{overload._overloadname}", sentence, **words)
     forget()
     try:
         _prove(facts.name, sentence, overload, samples)
     except BaseException:
         TABLE.pop(name)
-        if before is not None:
-            TABLE[name] = before
         raise
     finally:
         forget()

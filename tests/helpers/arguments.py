@@ -26,6 +26,7 @@ from shardwise import Mesh, Replicate, Shard, debug, p2p, save
 from shardwise.layouts.layout import Factor
 from shardwise.package.manifest import Manifest, Slot
 from shardwise.pipeline.schedule import gpipe
+from shardwise.propagation.table import TABLE
 
 #: Seconds within which a bad argument is refused.
 SOON = 1.0
@@ -84,6 +85,12 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 
 
 twice.register_fake(torch.empty_like)
+
+
+def unruled() -> str:
+    """An operator of the user's that has no rule."""
+    TABLE.pop("arguments.twice.default", None)
+    return "arguments::twice"
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -205,7 +212,7 @@ CALLS: dict[str, Callable[[World], tuple[Any, ...]]] = {
     "remat": lambda w: call(sw.remat, spread, torch.ones(2), save=save.matmuls),
     "remat_module": lambda w: call(sw.remat_module, w.model, "0", save.matmuls),
     "ring_attention": lambda w: call(sw.ring_attention, w.heads, w.heads, w.heads, is_causal=True, scale=0.5, enable_gqa=False),
-    "rule": lambda w: call(sw.rule, "arguments::twice", "... -> ...", samples=[(torch.ones(3, 2),)], linear=((0,),)),
+    "rule": lambda w: call(sw.rule, unruled(), "... -> ...", samples=[(torch.ones(3, 2),)], linear=((0,),)),
     "save_artifacts": lambda w: call(sw.save_artifacts, w.folder / "programs", timeout=10.0),
     "save.by": lambda w: call(save.by, spread),
     "save.operators": lambda w: call(save.operators, torch.ops.aten.mm, "aten.sin"),

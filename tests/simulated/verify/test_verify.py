@@ -56,6 +56,7 @@ def test_quick_rules_are_sound_and_complete() -> None:
 
 def test_finds_a_rule_that_is_not_sound(table: dict[str, object]) -> None:
     sample = Sample(aten.atan.default, (torch.randn(4, 3),), {})
+    TABLE.pop("aten.atan")
     rule("aten.atan", "... -> ...", linear=((0,),))
     forget()
     count, found = check(sample, TABLE["aten.atan"])
@@ -104,6 +105,7 @@ def test_operators_are_compared_with_one_device(capsys: pytest.CaptureFixture[st
 
 
 def test_a_wrong_operator_is_found(table: dict[str, object]) -> None:
+    TABLE.pop("aten.atan")
     rule("aten.atan", "... -> ...", linear=((0,),))
     forget()
     verdict = check_operator("atan", Sweep())
@@ -191,6 +193,14 @@ def test_a_rule_that_is_not_sound_is_refused_with_a_counterexample(table: dict[s
         add(whole="k", linear=((0,),))
     with pytest.raises(OperatorError, match=r"where 'm' is sharded.*If 'm' cannot be sharded, say whole='m'"):
         sw.rule(dense, "m k, k n -> n m", samples=[(torch.randn(3, 4), torch.randn(4, 3))], lost=None)
+
+
+def test_an_operator_has_one_rule(table: dict[str, object]) -> None:
+    add(lost=None)
+    before = fingerprint()
+    with pytest.raises(OperatorError, match=r"test_verify.dense.default has a rule already, at .*test_verify.py:\d+"):
+        add(whole="k")
+    assert fingerprint() == before
 
 
 def test_a_rule_needs_samples_and_an_operator_of_the_user(table: dict[str, object]) -> None:
