@@ -19,6 +19,7 @@ from ..layouts.layout import Dim, Factor, Layout, cut, whole
 from ..propagation.notation import Call, Kernel, Pattern, Proposal, labels, parse
 from ..propagation.table import rule
 from ..tensor.draw import seeded
+from ..tensor.toolbox import Toolbox
 
 Patterns = tuple[Pattern, ...]
 
@@ -153,7 +154,7 @@ _attention("fused_attention_overrideable", f"{QKV}, b h l s -> b h l f, b h l, =
 _gradients("fused_attention_overrideable", f"b h l s, b h l f, b h l, c, c, r, r -> {QKV}, b h l s", "e s f l c r" + DROPPED)
 
 
-def _refuse_nested(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse_nested(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
     raise OperatorError(
         f"{op} makes a nested tensor of {tools.layout(args[0])}, which is one of equal rows; "
         "nn.TransformerEncoder(…, enable_nested_tensor=False) works on it as it is"

@@ -14,6 +14,7 @@ from ..layouts.layout import Layout, PerRank, contiguous_stride, make_layout, wh
 from ..layouts.placement import Replicate
 from ..propagation.notation import Call, Proposal
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 
 
 def _like(call: Call) -> Proposal:
@@ -53,7 +54,7 @@ rule("new_empty new_zeros new_ones new_full new_empty_strided", function=_new)
 # ── tangents of forward-mode AD ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _fits(tools: Any, op: Any, tangent: Any, primal: Any) -> bool:
+def _fits(tools: Toolbox, op: Any, tangent: Any, primal: Any) -> bool:
     """Whether a tangent may stay as it is: a plain one is spread as its primal is."""
     if is_traced_whole(tangent) or is_traced_whole(primal):
         raise OperatorError(
@@ -90,7 +91,7 @@ rule("_new_zeros_with_same_feature_meta", function=_zero_tangent)
 # ── numbers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _number(tools: Any, op: Any, x: Any) -> Any:
+def _number(tools: Toolbox, op: Any, x: Any) -> Any:
     return tools.plain(x, "item").item()
 
 

@@ -15,6 +15,7 @@ from ..layouts.layout import Layout, make_layout, whole
 from ..layouts.placement import Replicate
 from ..propagation.notation import Call, Proposal
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 from .shard_position import OUTSIDE, ShardPosition, at_least_one, keep
 
 
@@ -40,7 +41,7 @@ rule("embedding", "v d, ... -> ... d", linear=((0,),), passes="all", kernel=_row
 rule("embedding_dense_backward", "... d, ... -> v d", linear=((0,),), whole="...?scale_grad_by_freq")
 
 
-def _refuse_sparse(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse_sparse(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
     raise OperatorError(
         f"{op} makes a sparse tensor of DTensors, which are strided; embedding(…, sparse=False) gives a sharded gradient "
         "as its table is"
@@ -55,7 +56,7 @@ rule("_sparse_coo_tensor_with_dims_and_tensors", program=_refuse_sparse, unoffer
 SUM, MEAN, MAX = 0, 1, 2
 
 
-def _bags(tools: Any, op: Any, weight: Any, indices: Any, offsets: Any, *rest: Any) -> Any:
+def _bags(tools: Toolbox, op: Any, weight: Any, indices: Any, offsets: Any, *rest: Any) -> Any:
     """Every rank does all bags on its part of the table. (The sizes of what comes beside the bags depend on the device.)"""
     words = [*rest, *(False, SUM, False, None, False, -1)[len(rest) :]]
     mesh = tools.mesh(weight, indices, offsets, words[3])

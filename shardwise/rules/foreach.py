@@ -18,6 +18,7 @@ from ..errors import OperatorError
 from ..layouts.layout import Layout
 from ..propagation.notation import Call, Proposal
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 
 aten = torch.ops.aten
 
@@ -79,7 +80,7 @@ def _flattened(call: Call, columns: list[list[Layout]]) -> tuple[Layout, ...]:
 _SINGLE = {"maximum": "clamp_min", "minimum": "clamp_max"}
 
 
-def _one_by_one(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _one_by_one(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
     """The operator on single tensors at each index."""
     name = schema(op).name.partition("_foreach_")[2]
     in_place = name.endswith("_")
@@ -104,7 +105,7 @@ for _name in _POINTWISE.split():
 rule("_foreach_addcdiv.Tensor _foreach_addcmul.Tensor", program=_one_by_one, zipped=True)
 
 
-def _norms(tools: Any, op: Any, tensors: Sequence[Any], order: float = 2, dtype: Any = None) -> list[Any]:
+def _norms(tools: Toolbox, op: Any, tensors: Sequence[Any], order: float = 2, dtype: Any = None) -> list[Any]:
     """The norms of many tensors with one reduction for all that are sharded by the same axes."""
     if order in (float("inf"), float("-inf"), 0):
         return [aten.linalg_vector_norm.default(x, order, None, False, dtype=dtype) for x in tensors]
@@ -150,7 +151,7 @@ def _fused(call: Call) -> Proposal:
     return Proposal(wants, ())
 
 
-def _fused_after_moves(tools: Any, op: Any, params: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+def _fused_after_moves(tools: Toolbox, op: Any, params: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """Bring gradients and states to their parameter's layout, update, and copy what was brought back."""
     moved: list[tuple[Any, Any]] = []
 
@@ -176,7 +177,7 @@ def _fused_after_moves(tools: Any, op: Any, params: Sequence[Any], *args: Any, *
 rule("_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_", function=_fused, zipped=True)
 
 
-def _unscale(tools: Any, op: Any, grads: Sequence[Any], found: Tensor, inverse: Tensor) -> None:
+def _unscale(tools: Toolbox, op: Any, grads: Sequence[Any], found: Tensor, inverse: Tensor) -> None:
     """Each rank scales its shards; what is not finite in any of them is found on every rank."""
     mesh = tools.layout(grads[0]).mesh
     whole = [tools.move(grad, tools.layout(grad).reduced()) for grad in grads]

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..layouts.layout import Layout
 from ..propagation.notation import Call, Kernel, Proposal
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 
 aten = torch.ops.aten
 
@@ -26,24 +27,24 @@ def _stepwise(call: Call) -> Proposal | None:
     return Proposal((), (), program=_STEPS[call.name]) if cut and len(dims) > 1 and call["dim"] else None
 
 
-def _apart(tools: Any, x: Any, dims: list[int]) -> tuple[list[int], list[int]]:
+def _apart(tools: Toolbox, x: Any, dims: list[int]) -> tuple[list[int], list[int]]:
     """The dims that are not sharded and those that are; one and the rest where all are."""
     layout = tools.layout(x)
     here = [d for d in dims if not layout.axes_of(d % x.ndim)] or dims[:1]
     return here, [d for d in dims if d not in here]
 
 
-def _c2c(tools: Any, op: Any, x: Any, dims: list[int], normalization: int, forward: bool) -> Any:
+def _c2c(tools: Toolbox, op: Any, x: Any, dims: list[int], normalization: int, forward: bool) -> Any:
     here, rest = _apart(tools, x, dims)
     x = op(x, here, normalization, forward)
     return op(x, rest, normalization, forward) if rest else x
 
 
-def _r2c(tools: Any, op: Any, x: Any, dims: list[int], normalization: int, onesided: bool) -> Any:
+def _r2c(tools: Toolbox, op: Any, x: Any, dims: list[int], normalization: int, onesided: bool) -> Any:
     return aten._fft_c2c(op(x, dims[-1:], normalization, onesided), dims[:-1], normalization, True)
 
 
-def _c2r(tools: Any, op: Any, x: Any, dims: list[int], normalization: int, size: int) -> Any:
+def _c2r(tools: Toolbox, op: Any, x: Any, dims: list[int], normalization: int, size: int) -> Any:
     return op(aten._fft_c2c(x, dims[:-1], normalization, False), dims[-1:], normalization, size)
 
 

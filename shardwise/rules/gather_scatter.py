@@ -17,6 +17,7 @@ from .._torch.tensors import decompositions
 from ..layouts.layout import Factor, Layout, PerRank, cut
 from ..propagation.notation import Call, Proposal
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 from .shard_position import ShardPosition, at_least_one, indices, keep, padded
 
 aten = torch.ops.aten
@@ -98,13 +99,13 @@ def _differ(call: Call) -> bool:
     return any(a != b for i, (a, b) in enumerate(zip(call["self"].shape, index, strict=False)) if i != dim)
 
 
-def _gather_corner(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _gather_corner(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
     given = _named(op, args, kwargs)
     x, dim, index = given.pop("self"), given.pop("dim"), given.pop("index")
     return op(_corner(x, index.shape, dim % x.ndim), dim, index, **given)
 
 
-def _scatter_corner(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _scatter_corner(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
     given = _named(op, args, kwargs)
     target = x = given["self"]
     index = given["index"]
@@ -129,7 +130,7 @@ def _if_sizes_differ(program: Callable[..., Any]) -> Callable[[Call], Proposal |
     return lambda call: Proposal((), (), program=program) if _differ(call) else None
 
 
-def _with_one_index(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _with_one_index(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
     given = _named(op, args, kwargs)
     return op(**{**given, "index": given["index"].reshape(1)})
 
@@ -174,7 +175,7 @@ _written("index_reduce", "...[dim=s], t, ...[dim=t] -> ...[dim=s]", whole="t", l
 _written("index_fill", "...[dim=s], t, v -> ...[dim=s]", whole="t", lost=None)
 
 
-def _put(tools: Any, op: Any, x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+def _put(tools: Toolbox, op: Any, x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     if index.numel() != source.numel():
         raise IndexError(
             f"put: an index of {index.numel()} elements and a source of {source.numel()}; it takes as many of both"
@@ -312,7 +313,7 @@ def _strided_scatter(call: Call) -> Proposal:
     return Proposal(wants, (wants[0].replace(stride=one.stride),))
 
 
-def _in_own_dtype(tools: Any, op: Any, x: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+def _in_own_dtype(tools: Toolbox, op: Any, x: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     """What torch's decomposition gives, in the dtype of what is written to; it takes sources and indices that do not fit."""
     view = aten.select.int if op is aten.select_scatter.default else aten.slice.Tensor
     part = view(torch.empty(x.shape, device="meta"), *args, **kwargs)
@@ -331,11 +332,11 @@ rule("select_backward", function=_select_backward)
 # ── to one truth value ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _equal(tools: Any, op: Any, self: Any, other: Any) -> bool:
+def _equal(tools: Toolbox, op: Any, self: Any, other: Any) -> bool:
     return self.shape == other.shape and bool((self == other).all())
 
 
-def _allclose(tools: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+def _allclose(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> bool:
     return bool(aten.isclose(*args, **kwargs).all())
 
 

@@ -21,6 +21,7 @@ from ..layouts.layout import Factor, Layout, cut, whole
 from ..layouts.mesh import Mesh
 from ..propagation.notation import Call, Kernel, Pattern, Proposal, Rule
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 from .shard_position import ShardPosition, at_least_one, keep, padded
 
 aten = torch.ops.aten
@@ -152,7 +153,7 @@ def _index_put(call: Call) -> Rule | Proposal:
 # the ranks tell each other how many these are, and no data moves.
 
 
-def _cut_alike(tools: Any, mesh: Mesh, mask: Any, *tensors: Any) -> tuple[Factor | None, list[Any]]:
+def _cut_alike(tools: Toolbox, mesh: Mesh, mask: Any, *tensors: Any) -> tuple[Factor | None, list[Any]]:
     """How the first dim is sharded, and the tensors, whose first dims are those of the mask, with no other of these shard."""
     if tracing_context() is not None:
         raise NotTraced(
@@ -173,11 +174,11 @@ def _cut_alike(tools: Any, mesh: Mesh, mask: Any, *tensors: Any) -> tuple[Factor
     return (first[0] if cuts[lead] else None), [tools.move(x, want) for x, want in zip(several, wants, strict=True)]
 
 
-def _on(tools: Any, mesh: Mesh, x: Any) -> Any:
+def _on(tools: Toolbox, mesh: Mesh, x: Any) -> Any:
     return x if tools.is_distributed(x) and tools.layout(x).mesh is mesh else tools.replicated(x, mesh, tools.operator)
 
 
-def _counted(tools: Any, mesh: Mesh, factor: Factor | None, count: Tensor) -> Factor:
+def _counted(tools: Toolbox, mesh: Mesh, factor: Factor | None, count: Tensor) -> Factor:
     """What the ranks select, one after the other, from the number of elements that each finds."""
     if factor is None:
         return whole(int(tools.plain(tools.wrap(count, Layout.of(mesh, [(whole(1),)], (), torch.int64)))))
@@ -187,7 +188,7 @@ def _counted(tools: Any, mesh: Mesh, factor: Factor | None, count: Tensor) -> Fa
     return Factor(sum(sizes), factor.axes, tuple(sizes))
 
 
-def _on_all(tools: Any, op: Any, mesh: Mesh, *tensors: Any) -> Any:
+def _on_all(tools: Toolbox, op: Any, mesh: Mesh, *tensors: Any) -> Any:
     """The operator on whole tensors: in a traced program, which has no numbers that depend on data."""
     several = [tools.replicated(x, mesh, tools.operator) for x in tensors]
     return tools.wrap(tools.each(op, mesh, *several), tools.layout(several[0]).replace(stride=None))
@@ -197,7 +198,7 @@ def _found(x: Tensor) -> Tensor:
     return x.count_nonzero().view(1)
 
 
-def _nonzero(tools: Any, op: Any, x: Any) -> Any:
+def _nonzero(tools: Toolbox, op: Any, x: Any) -> Any:
     mesh = tools.mesh(x)
     factor, (x,) = _cut_alike(tools, mesh, x)
     start = tools.offset(tools.layout(x), 0) if factor else None
@@ -213,14 +214,14 @@ def _numbered(x: Tensor, start: Tensor | None) -> Tensor:
     return found
 
 
-def _masked_select(tools: Any, op: Any, x: Any, mask: Any) -> Any:
+def _masked_select(tools: Toolbox, op: Any, x: Any, mask: Any) -> Any:
     if mask.dtype is not torch.bool:
         raise OperatorError(f"masked_select takes a mask of torch.bool, got {mask.dtype}; compare it first, as in mask != 0")
     shape = torch.broadcast_shapes(x.shape, mask.shape) or (1,)
     return _select(tools, aten.index.Tensor, x.expand(shape), [mask.expand(shape)])
 
 
-def _select(tools: Any, op: Any, x: Any, indices: Sequence[Any]) -> Any:
+def _select(tools: Toolbox, op: Any, x: Any, indices: Sequence[Any]) -> Any:
     mesh = tools.mesh(x, *indices)
     factor, (mask, x) = _cut_alike(tools, mesh, indices[0], x)
     found = _counted(tools, mesh, factor, tools.each(_found, mesh, mask))
@@ -228,7 +229,7 @@ def _select(tools: Any, op: Any, x: Any, indices: Sequence[Any]) -> Any:
     return tools.wrap(local, Layout.of(mesh, [(found,), *tools.layout(x).dims[mask.ndim :]], (), x.dtype))
 
 
-def _masked_scatter(tools: Any, op: Any, x: Any, mask: Any, source: Any) -> Any:
+def _masked_scatter(tools: Toolbox, op: Any, x: Any, mask: Any, source: Any) -> Any:
     shape, mesh = torch.broadcast_shapes(x.shape, mask.shape), tools.mesh(x, mask, source)
     mask, x = mask.expand(shape), x.expand(shape)
     if tracing_context() is not None:
@@ -242,7 +243,7 @@ def _masked_scatter(tools: Any, op: Any, x: Any, mask: Any, source: Any) -> Any:
     return tools.wrap(tools.each(op, mesh, x, mask, line), tools.layout(x).replace(stride=None))
 
 
-def _masked_scatter_backward(tools: Any, op: Any, grad: Any, mask: Any, sizes: list[int]) -> Any:
+def _masked_scatter_backward(tools: Toolbox, op: Any, grad: Any, mask: Any, sizes: list[int]) -> Any:
     found = aten.masked_select(grad, mask)
     return aten.cat([found, found.new_zeros(math.prod(sizes) - found.shape[0])]).reshape(sizes)
 
@@ -276,12 +277,12 @@ def _leads(x: Any, indices: Sequence[Any]) -> bool:
     return mask is not None and not any(i is not None for i in indices[1:]) and mask.shape == x.shape[: mask.ndim]
 
 
-def _by_mask(tools: Any, op: Any, x: Any, indices: Sequence[Any]) -> Any:
+def _by_mask(tools: Toolbox, op: Any, x: Any, indices: Sequence[Any]) -> Any:
     return _select(tools, op, x, indices) if _leads(x, indices) else op(x, _numbers(x, indices))
 
 
 def _put_by_mask(
-    tools: Any, op: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *unsafe: bool
+    tools: Toolbox, op: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *unsafe: bool
 ) -> Any:
     """One value for all elements of one mask is a `masked_fill`, which needs no number of elements."""
     if not _leads(x, indices):
@@ -294,7 +295,7 @@ def _put_by_mask(
     return x.copy_(out) if in_place else out
 
 
-def _put_found(tools: Any, x: Any, mask: Any, values: Any, put: Kernel) -> Any:
+def _put_found(tools: Toolbox, x: Any, mask: Any, values: Any, put: Kernel) -> Any:
     mesh = tools.mesh(x, mask, values)
     if tracing_context() is not None:
         return _on_all(tools, put, mesh, x, mask, values)

@@ -17,6 +17,7 @@ from .._torch.tensors import knows_conjugates
 from ..layouts.layout import Layout, contiguous_stride
 from ..propagation.notation import Call, Kernel, KernelMaker, Proposal, Rule, parse
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 
 aten = torch.ops.aten
 
@@ -53,7 +54,7 @@ def _with_conjugates(call: Call, wants: Sequence[Layout]) -> Kernel:
     return run
 
 
-def _on_all(tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _on_all(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
     mesh = tools.mesh(*args)
     return op(*(tools.replicated(x, mesh, tools.operator) if isinstance(x, torch.Tensor) else x for x in args), **kwargs)
 
@@ -76,7 +77,7 @@ _of_matrix("ormqr", "... m n, ... p, ... r k -> ... r k")
 _of_matrix("triangular_solve", "... r k, ... m n -> ... r k, ... m n")
 
 
-def _check(tools: Any, op: Any, info: Any, name: str, *, is_matrix: bool) -> None:
+def _check(tools: Toolbox, op: Any, info: Any, name: str, *, is_matrix: bool) -> None:
     """Every rank looks at the codes of all matrices, so that all raise alike."""
     op(tools.plain(info, tools.operator), name, is_matrix=is_matrix)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..layouts.layout import Layout, whole
 from ..propagation.notation import Call, Proposal
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 from .shard_position import ShardPosition
 
 #: torch's numbers for how a loss is reduced (0: not at all).
@@ -166,7 +167,7 @@ def _mean_by_weight(call: Call) -> Proposal | None:
     return Proposal((), (), program=_reduce_both) if cut and call["reduction"] == MEAN else None
 
 
-def _reduce_both(tools: Any, op: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+def _reduce_both(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     names = [argument.name for argument in op._schema.arguments]
     total, weight = op(**{**dict(zip(names, args, strict=False)), **kwargs, "reduction": SUM})
     layout = tools.layout(weight)

@@ -15,6 +15,7 @@ from ..layouts.dtypes import WIDER
 from ..layouts.layout import Dim, Factor, Layout, whole
 from ..propagation.notation import Call, Kernel, Proposal, Result
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 from .reduction import cast, moments, reduced, widened
 
 aten = torch.ops.aten
@@ -25,7 +26,7 @@ STATS = ("mean", "rstd")
 # ── softmax ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _shifted(tools: Any, x: Any, dim: int) -> tuple[Any, Any]:
+def _shifted(tools: Toolbox, x: Any, dim: int) -> tuple[Any, Any]:
     """x less its maximum, which exp cannot take out of range, and the maximum."""
     if not x.is_floating_point():
         raise OperatorError(f"{tools.operator} takes floats, got {x.dtype}; convert it first, or give dtype=")
@@ -34,31 +35,31 @@ def _shifted(tools: Any, x: Any, dim: int) -> tuple[Any, Any]:
     return x - top, top
 
 
-def _softmax(tools: Any, op: Any, x: Any, dim: int, half_to_float: bool) -> Any:
+def _softmax(tools: Toolbox, op: Any, x: Any, dim: int, half_to_float: bool) -> Any:
     exp = torch.exp(_shifted(tools, x, dim)[0])
     return cast(exp / aten.sum.dim_IntList(exp, [dim], True), torch.float32 if half_to_float else x.dtype)
 
 
-def _safe_softmax(tools: Any, op: Any, x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+def _safe_softmax(tools: Toolbox, op: Any, x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
     shifted, top = _shifted(tools, x if dtype is None else cast(x, dtype), dim)
     exp = torch.exp(shifted)
     out = exp / aten.sum.dim_IntList(exp, [dim], True)
     return cast(out.masked_fill(top == -math.inf, 0.0), dtype or x.dtype)
 
 
-def _log_softmax(tools: Any, op: Any, x: Any, dim: int, half_to_float: bool) -> Any:
+def _log_softmax(tools: Toolbox, op: Any, x: Any, dim: int, half_to_float: bool) -> Any:
     shifted = _shifted(tools, x, dim)[0]
     total = torch.log(aten.sum.dim_IntList(torch.exp(shifted), [dim], True))
     return cast(shifted - total, torch.float32 if half_to_float else x.dtype)
 
 
-def _softmax_backward(tools: Any, op: Any, grad: Any, out: Any, dim: int, dtype: torch.dtype) -> Any:
+def _softmax_backward(tools: Toolbox, op: Any, grad: Any, out: Any, dim: int, dtype: torch.dtype) -> Any:
     out = widened(out)
     part = widened(grad) * out
     return cast(part - out * aten.sum.dim_IntList(part, [dim], True), dtype)
 
 
-def _log_softmax_backward(tools: Any, op: Any, grad: Any, out: Any, dim: int, dtype: torch.dtype) -> Any:
+def _log_softmax_backward(tools: Toolbox, op: Any, grad: Any, out: Any, dim: int, dtype: torch.dtype) -> Any:
     grad = widened(grad)
     return cast(grad - torch.exp(widened(out)) * aten.sum.dim_IntList(grad, [dim], True), dtype)
 
@@ -141,7 +142,7 @@ def _scaled(x: Any, weight: Any, bias: Any = None) -> Any:
     return x if bias is None else x + bias
 
 
-def _layer_norm(tools: Any, op: Any, x: Any, shape: list[int], weight: Any, *rest: Any) -> tuple[Any, Any, Any]:
+def _layer_norm(tools: Toolbox, op: Any, x: Any, shape: list[int], weight: Any, *rest: Any) -> tuple[Any, Any, Any]:
     bias, eps = rest
     wide, dims = reduced(tools, widened(x)), list(range(x.ndim - len(shape), x.ndim))
     mean, square = moments(tools, wide, dims)
@@ -151,25 +152,25 @@ def _layer_norm(tools: Any, op: Any, x: Any, shape: list[int], weight: Any, *res
     return cast(out, x.dtype), cast(mean, dtype), cast(rstd, dtype)
 
 
-def _rms_norm(tools: Any, op: Any, x: Any, shape: list[int], weight: Any, eps: float | None) -> tuple[Any, Any]:
+def _rms_norm(tools: Toolbox, op: Any, x: Any, shape: list[int], weight: Any, eps: float | None) -> tuple[Any, Any]:
     wide, dims = reduced(tools, widened(x)), list(range(x.ndim - len(shape), x.ndim))
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
     rstd = torch.rsqrt(aten.mean.dim(wide * wide, dims, True) + eps)
     return cast(_scaled(wide * rstd, weight), x.dtype), rstd
 
 
-def _layer_norm_backward(tools: Any, op: Any, grad: Any, x: Any, shape: list[int], *rest: Any) -> tuple[Any, ...]:
+def _layer_norm_backward(tools: Toolbox, op: Any, grad: Any, x: Any, shape: list[int], *rest: Any) -> tuple[Any, ...]:
     mean, rstd, weight, bias, mask = rest
     unit = (widened(x) - mean) * rstd
     return _gradients(tools, grad, unit, rstd, (shape, weight, bias, mask, x.dtype))
 
 
-def _rms_norm_backward(tools: Any, op: Any, grad: Any, x: Any, shape: list[int], *rest: Any) -> tuple[Any, ...]:
+def _rms_norm_backward(tools: Toolbox, op: Any, grad: Any, x: Any, shape: list[int], *rest: Any) -> tuple[Any, ...]:
     rstd, weight, mask = rest
     return _gradients(tools, grad, widened(x) * rstd, rstd, (shape, weight, None, mask, x.dtype))
 
 
-def _gradients(tools: Any, grad: Any, unit: Any, rstd: Any, call: tuple[Any, ...]) -> tuple[Any, ...]:
+def _gradients(tools: Toolbox, grad: Any, unit: Any, rstd: Any, call: tuple[Any, ...]) -> tuple[Any, ...]:
     """The gradients of input, weight and (for three results) bias, from what left the norm before its weight."""
     shape, weight, bias, mask, dtype = call
     grad = reduced(tools, widened(grad))
@@ -258,7 +259,7 @@ rule("native_group_norm_backward", function=_group_norm_backward, unoffered=_ONC
 # ── batch norm: over all but the channels ─────────────────────────────────────────────────────────────────────────────
 
 
-def _batch_norm_backward(tools: Any, op: Any, grad: Any, x: Any, weight: Any, *rest: Any) -> tuple[Any, ...]:
+def _batch_norm_backward(tools: Toolbox, op: Any, grad: Any, x: Any, weight: Any, *rest: Any) -> tuple[Any, ...]:
     """The sums over the batch that the input needs are the gradients of weight and bias: they are reduced once."""
     running_mean, running_var, mean, rstd, train, eps, mask = rest
     if not train:
@@ -281,7 +282,7 @@ rule("native_batch_norm_backward", program=_batch_norm_backward)
 rule("miopen_batch_norm", program=lambda tools, op, *args: aten.native_batch_norm(*args))
 
 
-def _synchronized(tools: Any, op: Any, x: Any, *rest: Any) -> Any:
+def _synchronized(tools: Toolbox, op: Any, x: Any, *rest: Any) -> Any:
     raise OperatorError(
         f"SyncBatchNorm of {tools.layout(x)} would share the statistics of local batches; those of a DTensor are of the global "
         "batch already: use BatchNorm, without convert_sync_batchnorm"

@@ -16,6 +16,7 @@ from ..kernels.int_pow import of_truths, pow_kernel, truths
 from ..layouts.layout import Layout
 from ..propagation.notation import Call, Proposal, additive
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 
 #: Why placements that would do are not offered, where several rows have the reason in common.
 NAN = "max min: a candidate that is nan would be lost"
@@ -169,7 +170,7 @@ def _copy(call: Call) -> Proposal:
     return Proposal((goal, want), (goal.replace(stride=one.stride),))
 
 
-def _convert_first(tools: Any, op: Any, goal: Tensor, source: Tensor, *rest: Any) -> Any:
+def _convert_first(tools: Toolbox, op: Any, goal: Tensor, source: Tensor, *rest: Any) -> Any:
     return op(goal, source.to(goal.dtype), *rest)
 
 

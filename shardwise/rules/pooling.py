@@ -17,6 +17,7 @@ from torch import Tensor
 from ..layouts.layout import Dim, Factor, Layout, Number, whole
 from ..propagation.notation import Call, Kernel, Pattern, Proposal, labels, parse
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 from .shard_position import at_least_one
 from .views import local_sizes
 
@@ -110,7 +111,7 @@ def by_shape(call: Call) -> Proposal | None:
     return None if lies or not x.states else Proposal((), (), program=_on_blank)
 
 
-def _on_blank(tools: Any, op: Any, grad: Any, x: Any, *rest: Any) -> Any:
+def _on_blank(tools: Toolbox, op: Any, grad: Any, x: Any, *rest: Any) -> Any:
     return op(grad, _blank(x, x.shape), *rest)
 
 
@@ -197,7 +198,7 @@ def planes(names: str, text: str, counts: str = "23", **words: Any) -> None:
         spatial(names.replace("#", count), sentence, **words)
 
 
-def _scatter_back(tools: Any, op: Any, grad: Any, x: Any, *rest: Any) -> Any:
+def _scatter_back(tools: Toolbox, op: Any, grad: Any, x: Any, *rest: Any) -> Any:
     """torch cannot tell the shape of this one without data."""
     flat = torch.zeros_like(x).flatten(-3).scatter_add(-1, rest[-1].flatten(-3), grad.flatten(-3))
     return flat.view(x.shape)

@@ -17,6 +17,7 @@ from ..propagation.table import rule
 from ..random.bits import DIGITS, Draw, recipe
 from ..random.keys import box, drop_shard, fill_shard
 from ..tensor.draw import NORMAL, UNIFORM, draw, seeded
+from ..tensor.toolbox import Toolbox
 
 aten = torch.ops.aten
 _random = partial(rule, free="generator")
@@ -30,7 +31,7 @@ def _beside(x: Any, drawn: Any) -> Any:
     return drawn.to(x.device) if x.is_meta else drawn
 
 
-def _fill_in_place(tools: Any, op: Any, x: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
+def _fill_in_place(tools: Toolbox, op: Any, x: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
     layout = tools.layout(x)
     how = _by(op, layout.dtype, args, kwargs)
     if layout.partials or layout.dtype.is_complex or tracing_context() is not None:
@@ -40,7 +41,7 @@ def _fill_in_place(tools: Any, op: Any, x: Any, *args: Any, generator: Any = Non
     return x
 
 
-def _fill_new(tools: Any, op: Any, x: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
+def _fill_new(tools: Toolbox, op: Any, x: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
     layout = tools.layout(x)
     return _beside(x, draw(tools, layout, _by(op, layout.dtype, args, kwargs), generator))
 
@@ -74,13 +75,13 @@ for _name in ("uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_"
 _random("bernoulli.p", program=_fill_new)
 
 
-def _like(how: Draw, tools: Any, op: Any, x: Any, **kwargs: Any) -> Any:
+def _like(how: Draw, tools: Toolbox, op: Any, x: Any, **kwargs: Any) -> Any:
     layout = tools.layout(x)
     layout = layout.replace(dtype=kwargs.get("dtype") or layout.dtype, stride=None)
     return _beside(x, draw(tools, layout, how, kwargs.get("generator")))
 
 
-def _randint_like(tools: Any, op: Any, x: Any, *bounds: Any, **kwargs: Any) -> Any:
+def _randint_like(tools: Toolbox, op: Any, x: Any, *bounds: Any, **kwargs: Any) -> Any:
     return _like(_integers(torch.int64, *bounds), tools, op, x, **kwargs)
 
 
@@ -91,13 +92,13 @@ _random("randint_like", program=_randint_like)
 # ── with parameters that are tensors ──────────────────────────────────────────────────────────────────────────────────
 
 
-def _uniform_beside(tools: Any, p: Any, layout: Layout, generator: Any) -> Any:
+def _uniform_beside(tools: Toolbox, p: Any, layout: Layout, generator: Any) -> Any:
     """Numbers from 0 to 1 in a layout, fine enough to be compared with probabilities."""
     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
     return _beside(p, draw(tools, layout.replace(dtype=dtype), UNIFORM, generator))
 
 
-def _checked(tools: Any, x: Any, holds: Callable[[Tensor], Tensor], text: str) -> Any:
+def _checked(tools: Toolbox, x: Any, holds: Callable[[Tensor], Tensor], text: str) -> Any:
     """A parameter with nothing partial, whose values hold what they must."""
     x = tools.move(x, tools.layout(x).reduced()) if tools.is_distributed(x) else x
     tools.look(partial(_look, holds, text), x)
@@ -110,27 +111,27 @@ def _look(holds: Callable[[Tensor], Tensor], text: str, x: Tensor) -> None:
         raise OperatorError(f"{text}, got {wrong[0].item()}")
 
 
-def _probabilities(tools: Any, p: Any) -> Any:
+def _probabilities(tools: Toolbox, p: Any) -> Any:
     if not p.dtype.is_floating_point:
         raise OperatorError(f"bernoulli takes probabilities as floats, got {p.dtype}; convert them first")
     return _checked(tools, p, lambda p: (p >= 0) & (p <= 1), "bernoulli takes probabilities from 0 to 1")
 
 
-def _below(tools: Any, op: Any, p: Any, *, generator: Any = None) -> Any:
+def _below(tools: Toolbox, op: Any, p: Any, *, generator: Any = None) -> Any:
     p = _probabilities(tools, p)
     return _uniform_beside(tools, p, tools.layout(p), generator).lt(p).to(p.dtype)
 
 
-def _below_in_place(tools: Any, op: Any, x: Any, p: Any, *, generator: Any = None) -> Any:
+def _below_in_place(tools: Toolbox, op: Any, x: Any, p: Any, *, generator: Any = None) -> Any:
     p = _probabilities(tools, p)
     return x.copy_(_uniform_beside(tools, p, tools.layout(x), generator).lt(p))
 
 
-def _below_new(tools: Any, op: Any, x: Any, p: Any, *, generator: Any = None) -> Any:
+def _below_new(tools: Toolbox, op: Any, x: Any, p: Any, *, generator: Any = None) -> Any:
     return _below_in_place(tools, op, aten.empty_like(x), p, generator=generator)
 
 
-def _normal(tools: Any, op: Any, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
+def _normal(tools: Toolbox, op: Any, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     """mean + std · normal, either of them a tensor."""
     deviations = "normal takes standard deviations that are real and not negative"
     if isinstance(std, Tensor):
@@ -155,7 +156,7 @@ _random("normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor", program=
 # ── dropout ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _dropout(tools: Any, op: Any, x: Any, p: float, train: bool | None = True) -> tuple[Any, Any]:
+def _dropout(tools: Toolbox, op: Any, x: Any, p: float, train: bool | None = True) -> tuple[Any, Any]:
     layout = tools.layout(x)
     flags = layout.replace(dtype=torch.bool, partials=())
     if train is False or p == 0:
@@ -179,7 +180,7 @@ rule("native_dropout_backward", "..., ... -> ...", linear=((0,),))
 
 
 def _rrelu(
-    tools: Any, op: Any, x: Any, noise: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any, **kwargs: Any
+    tools: Toolbox, op: Any, x: Any, noise: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any, **kwargs: Any
 ) -> Any:
     """Negative elements times a random slope, which is written to `noise`; outside of training their mean slope."""
     given: list[Any] = [*rest, *[False, None][len(rest) :]]
@@ -198,7 +199,7 @@ _random("rrelu_with_noise_", program=_rrelu)
 # ── one of several ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _multinomial(tools: Any, op: Any, p: Any, count: int, replacement: bool = False, *, generator: Any = None) -> Any:
+def _multinomial(tools: Toolbox, op: Any, p: Any, count: int, replacement: bool = False, *, generator: Any = None) -> Any:
     """Indices of weights, row by row: rows stay where they are, each whole."""
     _check_weights(p, count, replacement)
     layout = tools.layout(p).reduced()

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..layouts.layout import Dim, Layout, whole
 from ..layouts.mesh import Mesh
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 from .pooling import spatial
 from .shard_position import at_least_one
 
@@ -30,7 +31,7 @@ At = int | str | None
 SUM, OWN = "sum", "own"
 
 
-def _by_batch(dims: dict[str, int], results: Sequence[At], tools: Any, op: Any, *args: Any) -> Any:
+def _by_batch(dims: dict[str, int], results: Sequence[At], tools: Toolbox, op: Any, *args: Any) -> Any:
     """The operator on each rank's part of the batch, sharded as that of the first argument in `dims`; all else is whole. Where
     ranks kept something for themselves, that is the output of the forward operator, which it fits."""
     names = [argument.name for argument in op._schema.arguments]
@@ -43,11 +44,11 @@ def _by_batch(dims: dict[str, int], results: Sequence[At], tools: Any, op: Any, 
     return tuple(_wrapped(tools, out, at, (mesh, batch)) for out, at in zip(outs, results, strict=True))
 
 
-def _distributed(tools: Any, x: Any, mesh: Mesh) -> Any:
+def _distributed(tools: Toolbox, x: Any, mesh: Mesh) -> Any:
     return x if tools.is_distributed(x) else tools.replicated(x, mesh)
 
 
-def _placed(tools: Any, value: Any, at: At, cut: tuple[Mesh, Dim]) -> Any:
+def _placed(tools: Toolbox, value: Any, at: At, cut: tuple[Mesh, Dim]) -> Any:
     """The local value of a tensor (or of each of a list) with the batch at dim `at` shard."""
     if isinstance(value, list | tuple):
         return [_placed(tools, item, at, cut) for item in value]
@@ -59,7 +60,7 @@ def _placed(tools: Any, value: Any, at: At, cut: tuple[Mesh, Dim]) -> Any:
     return tools.local(tools.move(x, layout.replace(dims=dims, partials=())))
 
 
-def _wrapped(tools: Any, value: Any, at: At, cut: tuple[Mesh, Dim]) -> Any:
+def _wrapped(tools: Toolbox, value: Any, at: At, cut: tuple[Mesh, Dim]) -> Any:
     if isinstance(value, list | tuple):
         return [_wrapped(tools, item, at, cut) for item in value]
     if value is None:
@@ -90,7 +91,7 @@ _KEPT = dict.fromkeys(("grad_hy", "workspace"), _ROWS)
 rule("_thnn_fused_gru_cell_backward", program=partial(_by_batch, _KEPT, (_ROWS, _ROWS, _ROWS, SUM, SUM)))
 
 
-def _cudnn(results: Sequence[At], tools: Any, op: Any, *args: Any) -> Any:
+def _cudnn(results: Sequence[At], tools: Toolbox, op: Any, *args: Any) -> Any:
     """A packed batch is whole, and so is one with dropout, of which every row takes its own part of one draw."""
     names = [argument.name for argument in op._schema.arguments]
     given = dict(zip(names, args, strict=False))

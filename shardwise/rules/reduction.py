@@ -17,6 +17,7 @@ from ..layouts.dtypes import WIDER, highest, lowest
 from ..layouts.layout import Layout, whole
 from ..propagation.notation import Call, Kernel, Proposal
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 
 aten = torch.ops.aten
 Dims = int | Sequence[int] | None
@@ -32,7 +33,7 @@ def dims_of(dim: Dims, ndim: int) -> list[int]:
     return [d % ndim for d in several] if ndim else []
 
 
-def reduced(tools: Any, x: Any) -> Any:
+def reduced(tools: Toolbox, x: Any) -> Any:
     """A DTensor with nothing partial, so that a program that reads it several times reduces it once."""
     return tools.move(x, tools.layout(x).reduced())
 
@@ -113,7 +114,7 @@ rule("all.dims", "...[dim] -> ...", lost="min", function=_over_no_dims)
 NOWHERE = torch.iinfo(torch.int64).max
 
 
-def _extreme(kind: str, tools: Any, op: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
+def _extreme(kind: str, tools: Toolbox, op: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
     """The extreme along a sharded dim and its first index: of what the shards give, one all-reduce takes the best value and
     another the first index that has it. nan is the best of all, as on one device."""
     x = reduced(tools, x)
@@ -124,7 +125,7 @@ def _extreme(kind: str, tools: Any, op: Any, x: Any, dim: int | None = None, kee
     return best, reduced(tools, tools.wrap(first, partials(layout, dims, keepdim, "min", torch.int64)))
 
 
-def _indices(tools: Any, layout: Layout, dims: list[int], device: torch.device) -> list[Tensor]:
+def _indices(tools: Toolbox, layout: Layout, dims: list[int], device: torch.device) -> list[Tensor]:
     """For each dim, what each local position along it adds to a global index into these dims flattened."""
     tables, step = [], 1
     for d in reversed(dims):
@@ -164,7 +165,7 @@ rule("argmax", "...[dim] -> ...", whole="[]", program=partial(_index, "max"))
 rule("argmin", "...[dim] -> ...", whole="[]", program=partial(_index, "min"))
 
 
-def _aminmax(tools: Any, op: Any, x: Any, *, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
+def _aminmax(tools: Toolbox, op: Any, x: Any, *, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
     x, dims = reduced(tools, x), dims_of(dim, x.ndim)
     return aten.amin(x, dims, keepdim), aten.amax(x, dims, keepdim)
 
@@ -185,7 +186,7 @@ def widened(x: Any) -> Any:
     return cast(x, WIDER.get(x.dtype, x.dtype))
 
 
-def _logsumexp(tools: Any, op: Any, x: Any, dim: Dims, keepdim: bool = False) -> Any:
+def _logsumexp(tools: Toolbox, op: Any, x: Any, dim: Dims, keepdim: bool = False) -> Any:
     if x.is_complex():  # there is no largest to take out first
         layout = tools.layout(x)
         return op(tools.move(x, layout.without(a for d in dims_of(dim, x.ndim) for a in layout.axes_of(d))), dim, keepdim)
@@ -201,7 +202,7 @@ _OUTWEIGHED = "shard: a max does only where one element outweighs the others"
 rule("logsumexp", "...[dim] -> ...", whole="[]", program=_logsumexp, unoffered=_OUTWEIGHED)
 
 
-def moments(tools: Any, x: Any, dims: list[int]) -> tuple[Any, Any]:
+def moments(tools: Toolbox, x: Any, dims: list[int]) -> tuple[Any, Any]:
     """The mean over some dims, kept with size 1, and the sum of the squared distances from it, partial. The second pass over
     the data keeps digits that a difference of two sums would lose."""
     mean = reduced(tools, aten.mean.dim(x, dims, True))
@@ -211,7 +212,7 @@ def moments(tools: Any, x: Any, dims: list[int]) -> tuple[Any, Any]:
 
 
 def _var(
-    tools: Any, op: Any, x: Any, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
+    tools: Toolbox, op: Any, x: Any, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Any, Any]:
     real, dims = x.dtype.to_real(), dims_of(dim, x.ndim)
     mean, square = moments(tools, reduced(tools, widened(x)), dims)
@@ -253,7 +254,7 @@ _of_distances("var_mean.correction", program=_var)
 _of_distances("std_mean.correction", program=_std)
 
 
-def _vector_norm(tools: Any, op: Any, x: Any, ord: float = 2, dim: Dims = None, keepdim: bool = False, **words: Any) -> Any:
+def _vector_norm(tools: Toolbox, op: Any, x: Any, ord: float = 2, dim: Dims = None, keepdim: bool = False, **words: Any) -> Any:
     dtype = words.get("dtype")
     goal, dims = (dtype or x.dtype).to_real(), dims_of(dim, x.ndim)
     x = reduced(tools, x if dtype is None else cast(x, dtype))
@@ -278,7 +279,7 @@ _BY_POWERS = "shard: its program reduces the powers, and every order has its own
 rule("linalg_vector_norm", "...[dim] -> ...", whole="[]", program=_vector_norm, unoffered=_BY_POWERS)
 
 
-def _norm(tools: Any, op: Any, x: Any, p: float | None = 2, *dim_and_keepdim: Any, **words: Any) -> Any:
+def _norm(tools: Toolbox, op: Any, x: Any, p: float | None = 2, *dim_and_keepdim: Any, **words: Any) -> Any:
     return aten.linalg_vector_norm(x, 2 if p is None else p, *dim_and_keepdim, **words)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..layouts.layout import Factor, Layout, whole
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 from .reduction import reduced
 
 aten = torch.ops.aten
@@ -33,7 +34,7 @@ SCANS = {
 }
 
 
-def _scan(kind: str, tools: Any, op: Any, x: Any, dim: int, **words: Any) -> Any:
+def _scan(kind: str, tools: Toolbox, op: Any, x: Any, dim: int, **words: Any) -> Any:
     """Every shard scans its own and gives its last row, the total; all get all totals, and carry those before their own."""
     x = reduced(tools, x)
     layout, dim = tools.layout(x), dim % x.ndim
@@ -78,7 +79,7 @@ rule("logcumsumexp", "...[dim] -> ...[dim]", whole="[]", program=partial(_scan, 
 # ── extremes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def gathered_pair(tools: Any, pair: Sequence[Tensor], layout: Layout, axes: Iterable[str]) -> tuple[Tensor, Tensor]:
+def gathered_pair(tools: Toolbox, pair: Sequence[Tensor], layout: Layout, axes: Iterable[str]) -> tuple[Tensor, Tensor]:
     """Two local values of a layout, whatever their dtypes, with some axes gathered by one collective: as bytes side by side."""
     dtypes = [x.dtype for x in pair]
     rows = Layout.of(layout.mesh, [*layout.dims, (whole(sum(dtype.itemsize for dtype in dtypes)),)], (), torch.uint8)
@@ -96,7 +97,7 @@ def _of_bytes(x: Tensor, dtypes: list[torch.dtype]) -> tuple[Tensor, ...]:
     return tuple(part.view(dtype).squeeze(-1) for part, dtype in zip(own, dtypes, strict=True))
 
 
-def _extremes(no_worse: Callable[[Tensor, Tensor], Tensor], tools: Any, op: Any, x: Any, dim: int) -> tuple[Any, Any]:
+def _extremes(no_worse: Callable[[Tensor, Tensor], Tensor], tools: Toolbox, op: Any, x: Any, dim: int) -> tuple[Any, Any]:
     """The same with the index of each extreme: of equal values the last is taken, and nan is the best of all."""
     x = reduced(tools, x)
     layout, dim = tools.layout(x), dim % x.ndim

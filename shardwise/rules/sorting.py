@@ -12,6 +12,7 @@ from .._torch.compiler import NotTraced, tracing_context
 from ..layouts.layout import Factor, Layout, whole
 from ..propagation.notation import Call, Proposal, Rule, parse
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 from .reduction import reduced
 from .scan import gathered_pair
 
@@ -39,7 +40,7 @@ def _at_most(factor: Factor, count: int) -> Factor:
     return Factor(sum(sizes), factor.axes, sizes)
 
 
-def _topk(tools: Any, op: Any, x: Any, k: int, dim: int = -1, *words: bool) -> tuple[Any, Any]:
+def _topk(tools: Toolbox, op: Any, x: Any, k: int, dim: int = -1, *words: bool) -> tuple[Any, Any]:
     x = reduced(tools, x)
     layout, dim = tools.layout(x), dim % x.ndim
     few = layout.replace(dims=[(_at_most(own[0], k),) if d == dim else own for d, own in enumerate(layout.dims)], stride=None)
@@ -76,7 +77,7 @@ rule("bucketize", program=lambda tools, op, x, boundaries, **words: aten.searchs
 # ── counts ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _range(tools: Any, x: Any) -> tuple[Any, Any]:
+def _range(tools: Toolbox, x: Any) -> tuple[Any, Any]:
     """The least and the greatest element as numbers, the same on every rank, by one reduction."""
     layout = tools.layout(x)
     ends = tools.each(_ends, layout.mesh, x)
@@ -92,7 +93,7 @@ def _ends(x: Tensor) -> Tensor:
     return torch.stack([-x.amin(), x.amax()]) if x.numel() else x.new_full((2,), nothing)
 
 
-def _histc(tools: Any, op: Any, x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+def _histc(tools: Toolbox, op: Any, x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """Without limits those of the data are taken: where it is sharded, every rank needs the same."""
     x = reduced(tools, x)
     if tracing_context() is not None:
@@ -117,7 +118,7 @@ def _weighted(op: Any, x: Tensor, weights: Tensor, minlength: int) -> Tensor:
     return counts if x.numel() else counts.to(torch.float32 if weights.dtype is torch.float32 else torch.float64)
 
 
-def _bincount(tools: Any, op: Any, x: Any, weights: Any = None, minlength: int = 0) -> Any:
+def _bincount(tools: Toolbox, op: Any, x: Any, weights: Any = None, minlength: int = 0) -> Any:
     """The greatest number tells how many there are to count; every rank counts its own."""
     if tracing_context() is not None:
         raise NotTraced(

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..layouts.layout import Factor, Layout, PerRank, whole
 from ..propagation.notation import Call, Kernel, Proposal, Rule, parse
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 from .pooling import Patterns, by_shape, planes, some, spatial
 from .views import Misfit, local_sizes, reshape
 
@@ -77,7 +78,7 @@ def _own_groups(patterns: Patterns, call: Call, wants: Sequence[Layout]) -> Kern
     return some(patterns, replace(call, op=run), wants) or run
 
 
-def _bias_apart(tools: Any, op: Any, grad: Any, x: Any, weight: Any, *rest: Any) -> tuple[Any, Any, Any]:
+def _bias_apart(tools: Toolbox, op: Any, grad: Any, x: Any, weight: Any, *rest: Any) -> tuple[Any, Any, Any]:
     """The gradient of the bias is a sum of its own: input channels, which the others may be sharded by, have no part in it."""
     *words, mask = rest[1:]
     bias = aten.sum.dim_IntList(grad, [0, *range(2, grad.ndim)])
@@ -85,7 +86,7 @@ def _bias_apart(tools: Any, op: Any, grad: Any, x: Any, weight: Any, *rest: Any)
     return (*others, bias)
 
 
-def _time_first(tools: Any, op: Any, x: Any, weight: Any, bias: Any, pad: int = 0) -> Any:
+def _time_first(tools: Toolbox, op: Any, x: Any, weight: Any, bias: Any, pad: int = 0) -> Any:
     """conv_tbc as the other convolutions have their dims."""
     planes = aten.convolution(x.permute(1, 2, 0), weight.permute(2, 1, 0), bias, [1], [pad], [1], False, [0], 1)
     return planes.permute(2, 0, 1)

@@ -19,6 +19,7 @@ from ..layouts.layout import Dim, Factor, Layout, PerRank, canonical, cut, whole
 from ..layouts.mesh import Mesh
 from ..propagation.notation import Call, LocalCopy, Proposal
 from ..propagation.table import rule
+from ..tensor.toolbox import Toolbox
 from .shard_position import indices
 
 aten = torch.ops.aten
@@ -415,7 +416,7 @@ def _parts_or_program(call: Call) -> Proposal:
     return Proposal((layout,), (), program=_slices) if layout.axes_of(dim) else _parts(call)
 
 
-def _slices(tools: Any, op: Any, x: Tensor, sizes: Any = None, dim: int = 0) -> list[Tensor]:
+def _slices(tools: Toolbox, op: Any, x: Tensor, sizes: Any = None, dim: int = 0) -> list[Tensor]:
     """split and unbind along a sharded dim, as slices and selections, which are views still."""
     if "unbind" in str(op):
         dim = sizes or 0
@@ -469,14 +470,14 @@ def _overlaps(factor: Factor, offset: int, size: int) -> Factor:
 rule("cat", function=_cat)
 
 
-def _stack(tools: Any, op: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+def _stack(tools: Toolbox, op: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return aten.cat.default([aten.unsqueeze.default(t, dim) for t in tensors], dim)
 
 
 rule("stack", program=_stack)
 
 
-def _roll(tools: Any, op: Any, x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
+def _roll(tools: Toolbox, op: Any, x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
     """Along a sharded dim, two slices that change places: only what leaves its rank moves."""
     if not dims:
         return op(x.reshape(-1), shifts, [0]).reshape(x.shape)
@@ -492,7 +493,7 @@ def _roll(tools: Any, op: Any, x: Any, shifts: Sequence[int], dims: Sequence[int
 rule("roll", "...[dims] -> ...[dims]", whole="[]", passes="all", program=_roll)
 
 
-def _resize_as(tools: Any, op: Any, x: Any, template: Any, memory_format: Any = None) -> Any:
+def _resize_as(tools: Toolbox, op: Any, x: Any, template: Any, memory_format: Any = None) -> Any:
     """Either may be a plain tensor."""
     return x.resize_(template.shape, memory_format=memory_format or torch.contiguous_format)
 
@@ -500,7 +501,7 @@ def _resize_as(tools: Any, op: Any, x: Any, template: Any, memory_format: Any = 
 rule("resize_as_", program=_resize_as)
 
 
-def _set(tools: Any, op: Any, x: Any, source: Any = None, *rest: Any) -> Any:
+def _set(tools: Toolbox, op: Any, x: Any, source: Any = None, *rest: Any) -> Any:
     if rest or not tools.is_distributed(x) or not tools.is_distributed(source):
         raise OperatorError(
             f"{op._schema.name} would make a tensor share memory with another one, and a DTensor has none of its own: "

@@ -26,6 +26,7 @@ from ..propagation.notation import Call, Kernel, Proposal, Rule
 from ..propagation.table import TABLE
 from ..redistribution.run import move
 from ..tensor.schema import signature
+from ..tensor.toolbox import Toolbox
 from ..tensor.wrapping import local_on
 from .halo import Halo, Windows, brought, given_back, halo, share
 from .shard_position import at_least_one
@@ -270,7 +271,7 @@ def _gives_back(choice: Choice) -> bool:
 # ── running ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _run(choice: Choice, tools: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _run(choice: Choice, tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
     """Bring in rows, run the operator on every rank's stretch, and give back what gradients belong to others."""
     mesh, plane, source = choice.source.mesh, choice.plane, choice.source
     total = _crossings(choice) * sum(_bytes(choice))

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..comm import Bundle
 from ..comm.simulated import shared
 from ..tensor.dtensor import DTensor
-from .spread import assembled, flat
+from .spread import assembled, flat, shards_of
 
 #: How far numbers may be apart, for the largest of them.
 RELATIVE = 2e-4
@@ -45,10 +45,10 @@ def _difference(got: Any, want: Any, relative: float) -> str | None:
     want = want.detach()
     if not isinstance(got, DTensor):
         return _numbers(got.detach(), want, relative)
-    for place, shard in enumerate(got._local.shards):  # type: ignore[attr-defined]
+    for place, shard in enumerate(shards_of(got)):
         if tuple(shard.shape) != got.layout.local_shape(place):
             return f"holds {list(shard.shape)} at rank {place} of {got.layout}, not {list(got.layout.local_shape(place))}"
-    common = shared(got._local.shards) if want.layout == torch.strided else None  # type: ignore[attr-defined]
+    common = shared(shards_of(got)) if want.layout == torch.strided else None
     if common is not None:
         return f"gives ranks {common[0]} and {common[1]} memory in common: a write on one would be one on the other"
     texts = (_numbers(whole, want, relative) for whole in assembled(got))

@@ -26,7 +26,7 @@ from ..tensor.dtensor import DTensor
 from ..tensor.schema import signature
 from .calls import Sample, literal
 from .compare import difference
-from .spread import spread
+from .spread import shards_of, spread
 
 MESHES = tuple(
     Mesh(tuple("ab"[: len(shape)]), shape, range(torch.Size(shape).numel()), "cpu", "simulated")
@@ -82,7 +82,7 @@ class Counterexample:
         lines = ["import torch", "import shardwise as sw", "from math import inf, nan", "from shardwise import *", ""]
         lines += [f"mesh = sw.init_mesh({axes})"]
         for name, tensor, placement, x in zip(names, sample.tensors, trial.placements, trial.spread(), strict=True):
-            shards = ", ".join(literal(shard) for shard in x._local.shards)  # type: ignore[attr-defined]
+            shards = ", ".join(literal(shard) for shard in shards_of(x))
             shape = f"shape={tuple(tensor.shape)}, run_check=False"
             lines += [f"{name} = {literal(tensor)}"]
             lines += [f"d{name} = DTensor.from_local(sw.Bundle([{shards}]), mesh, {list(placement)}, {shape})"]
@@ -227,4 +227,4 @@ def check(sample: Sample, rule: Rule) -> tuple[int, list[Counterexample]]:
 
 def _untouched(x: DTensor) -> bool:
     """Whether the shards, which were filled once, were not written to since."""
-    return all(shard._version <= 1 for shard in x._local.shards)  # type: ignore[attr-defined]
+    return all(shard._version <= 1 for shard in shards_of(x))

@@ -7,7 +7,7 @@ product is partial, every element has its own rank that holds it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,11 @@ def spread(tensor: Tensor, mesh: Mesh, placements: Any, turn: int = 0) -> DTenso
     """
     layout = placements if isinstance(placements, Layout) else make_layout(tensor.shape, mesh, placements, tensor.dtype)
     return DTensor.from_local(local_shards(tensor, layout, turn), mesh, layout, run_check=False)
+
+
+def shards_of(x: DTensor) -> tuple[Tensor, ...]:
+    """The local tensor of each rank of a simulated DTensor."""
+    return cast(Bundle, x._local).shards
 
 
 def local_shards(tensor: Tensor, layout: Layout, turn: int = 0) -> Bundle:
@@ -59,11 +64,11 @@ def assembled(x: DTensor) -> list[Tensor]:
     >>> assembled(spread(torch.arange(3), init_mesh(a=2, b=2), {"a": Shard(0)}))
     [tensor([0, 1, 2]), tensor([0, 1, 2])]
     """
-    layout, mesh, shards = x._layout, x._layout.mesh, x._local.shards  # type: ignore[attr-defined]
+    layout, mesh = x._layout, x._layout.mesh
     kinds = dict(layout.partials)
     copies = [axis for axis in mesh.axes if axis not in layout.states]
     wholes: dict[Any, dict[Any, Tensor]] = {}
-    for place, shard in enumerate(shards):
+    for place, shard in enumerate(shards_of(x)):
         point = dict(zip(mesh.axes, mesh.coordinates[place], strict=True))
         summands = wholes.setdefault(tuple(point[axis] for axis in copies), {})
         partials = tuple(point[axis] for axis in kinds)
