@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from .._torch.aoti import sizes_of_data, tree_flatten, tree_unflatten
 from .._torch.compiler import local_graphs
-from ..comm import seen
+from ..comm import Bundle, seen
 from ..comm.rank_specific import only_alike, refuse_unequal
 from ..errors import CompileError
 from ..layouts.layout import Layout
@@ -63,13 +63,9 @@ def stand_in(x: Tensor, mesh: Mesh, name: str) -> Tensor:
     if not layout.even:
         _refuse_uneven(name, layout)
     layout = layout.replace(mesh=seen(layout.mesh))
-    local = torch.zeros_like(_shard(x._local), device=layout.device)
-    found: DTensor = wrap(DTensor, local, layout)
+    shard = x._local.shards[0] if isinstance(x._local, Bundle) else x._local
+    found: DTensor = wrap(DTensor, torch.zeros_like(shard, device=layout.device), layout)
     return nn.Parameter(found, requires_grad=False) if isinstance(x, nn.Parameter) else found
-
-
-def _shard(local: Any) -> Tensor:
-    return getattr(local, "shards", (local,))[0]
 
 
 def _refuse_uneven(name: str, layout: Layout) -> None:
@@ -158,12 +154,12 @@ class _Tracing:
         carry(gm.graph)
         gm.recompile()
         self._graph = gm
-        (outputs,) = gm.graph.output_node().args
+        outputs: Any = gm.graph.output_node().args[0]
 
         def shapes_only(inputs: list[Any]) -> list[Any]:
             self._inputs = list(inputs)
             inputs.clear()
-            self._outputs = [_made(node.meta["val"]) for node in outputs]  # type: ignore[union-attr]
+            self._outputs = [_made(node.meta["val"]) for node in outputs]
             return list(self._outputs)
 
         return shapes_only

@@ -67,13 +67,13 @@ def onto(value: Any, mesh: Mesh, placements: Placements | None) -> Any:
     return tree_map_only(Tensor, partial(_onto, mesh=mesh, placements=placements), value)
 
 
-def _onto(x: Tensor, mesh: Mesh, placements: Placements | None) -> DTensor:
+def _onto(x: Tensor, mesh: Mesh, placements: Placements | None) -> Tensor:
     if not isinstance(x, DTensor):
         return distribute(x.detach(), mesh, placements, None)
     if x.mesh.root is mesh.root:
-        return x.detach()  # type: ignore[return-value]
-    cuts = dict(zip(x.mesh.axes, x.layout.reduced().placements, strict=True))
-    return x.redistribute(mesh, {axis: placement for axis, placement in cuts.items() if axis in mesh.axes}).detach()  # type: ignore[return-value]
+        return x.detach()
+    by_axis = zip(x.mesh.axes, x.layout.reduced().placements, strict=True)
+    return x.redistribute(mesh, {axis: placement for axis, placement in by_axis if axis in mesh.axes}).detach()
 
 
 class Split:

@@ -1,7 +1,7 @@
-"""The ways in (`from_local`, `distribute_tensor`, `zeros`, …) as operators of a traced program.
+"""Constructors of DTensors (`from_local`, `distribute_tensor`, `zeros`, …) as operators of a traced program.
 
-A traced function of the user's holds them with texts for meshes and placements, and with the library's key, since no DTensor
-among its inputs may speak for it. They are made of other operators, forward and backward, when the program is traced further.
+In Dynamo's graph they are single nodes with texts for meshes and placements, and with the library's key, because the function
+may have no DTensor among its inputs that would carry it. AOTAutograd traces through them to local operators.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..tensor.dtensor import from_shards
 from ..tensor.factories import Want, made_tensor
 from ..tensor.placements_given import assumed_layout
 
-#: What a traced function of the user's may hold beside torch's own operators.
+#: The names of these operators.
 WAYS = ("from_local", "distribute", "new")
 
 
 def _mesh(text: str) -> Mesh:
-    """The mesh of a traced program, with what a program on it needs, which may come from a cache."""
+    """The mesh of a traced program; its process groups are made now, since the program itself may come from a cache."""
     mesh = seen(Mesh.read(text))
     transport(mesh).ready(mesh)
     return mesh
@@ -40,13 +40,11 @@ torch.library.define(
 torch.library.define("shardwise::distribute", "(Tensor x, str mesh, str placements, int? source, str library) -> Tensor")
 
 
-def _from_local(  # noqa: PLR0913  as the operator
-    x: Tensor, mesh: str, placements: str, shape: Any, stride: Any, check: bool, grads: str, library: str
-) -> Tensor:
-    """`DTensor.from_local` where no rank can be asked for its shape: it is only known when the program runs."""
+def _from_local(x: Tensor, mesh: str, placements: str, *options: Any) -> Tensor:
+    """`DTensor.from_local`, where the ranks cannot exchange the shapes of their shards."""
+    shape, stride, check, grads, _ = options
     on, wanted = _mesh(mesh), as_read(placements)
-    if wanted is None:
-        wanted = (Replicate(),) * on.ndim
+    wanted = (Replicate(),) * on.ndim if wanted is None else wanted
     if check and shape is None and not isinstance(wanted, Layout):
         raise LayoutError(
             f"from_local(run_check=True) of {list(x.shape)} in a compiled function: the ranks cannot compare the shapes of "
@@ -64,18 +62,15 @@ def _distributed(x: Tensor, mesh: str, placements: str, source: int | None, libr
 
 torch.library.impl("shardwise::from_local", "CompositeImplicitAutograd", _from_local)
 torch.library.impl("shardwise::distribute", "CompositeImplicitAutograd", _distributed)
-
-
 torch.library.define(
     "shardwise::new",
     "(SymInt[] shape, str mesh, str placements, ScalarType dtype, str draw, Scalar[] numbers, str library) -> Tensor",
 )
 
 
-def _new_traced(  # noqa: PLR0913  as the operator
-    shape: Any, mesh: str, placements: str, dtype: torch.dtype, draw: str, numbers: Any, library: str
-) -> Tensor:
+def _new(shape: Any, mesh: str, placements: str, dtype: torch.dtype, *drawn: Any) -> Tensor:
+    draw, numbers, _ = drawn
     return made_tensor(shape, _mesh(mesh), as_read(placements), dtype, Want(draw, tuple(numbers)))
 
 
-torch.library.impl("shardwise::new", "CompositeImplicitAutograd", _new_traced)
+torch.library.impl("shardwise::new", "CompositeImplicitAutograd", _new)

@@ -1,6 +1,6 @@
-"""All-reduces in a local program: fewer and smaller ones for the same values.
+"""Passes on all-reduces: reduce after linear operators where that is less, and join small all-reduces into buckets.
 
-Works on the functional collectives of an fx graph. What is decided depends on the graph alone, so all ranks decide the same.
+Works on the functional collectives of an fx graph. Decisions depend on the graph alone, so all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ..._torch.tensors import OpOverload, collectives, schema
-from .graph import CLONE, WAIT, add, epochs, escapes, mutates, nbytes, order, value
+from .graph import CLONE, WAIT, add, epochs, escapes, is_, mutates, nbytes, order, value
 
 aten = torch.ops.aten
 _ALL_REDUCE = collectives.all_reduce.default
@@ -35,17 +35,15 @@ class Reduction(NamedTuple):
         return self.kind, self.group, value(self.x).dtype
 
 
-def reduction(node: Node) -> Reduction | None:
+def reduction(node: Any) -> Reduction | None:
     """The all-reduce that a node waits for."""
-    start = node.args[0] if node.target is WAIT else None
-    if not isinstance(start, Node) or start.target is not _ALL_REDUCE or len(start.users) > 1:
-        return None
-    return Reduction(start, *start.args)  # type: ignore[arg-type]  # the operator's schema says that they are these
+    start: Any = node.args[0] if node.target is WAIT else None
+    return Reduction(start, *start.args) if is_(start, _ALL_REDUCE) and len(start.users) == 1 else None
 
 
-# ── past linear operators ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── after linear operators ────────────────────────────────────────────────────────────────────────────────────────────
 
-#: Operators that put elements of their first argument elsewhere, whatever these mean.
+#: Operators that only rearrange elements of their first argument, so that any reduction commutes with them.
 _PLACING = frozenset(
     {
         *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default, aten.permute.default),
@@ -55,7 +53,7 @@ _PLACING = frozenset(
         *(aten.index_select.default, aten.gather.default, aten.index.Tensor),
     }
 )
-#: Operators that put the elements of all their first argument's tensors elsewhere.
+#: The same for operators whose first argument is a list of tensors.
 _JOINING = frozenset({aten.cat.default, aten.stack.default})
 #: Linear operators of one argument.
 _SUMMING = frozenset({aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.neg.default})
@@ -64,7 +62,7 @@ _TIMES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 _OVER = frozenset({aten.div.Tensor, aten.div.Scalar})
 #: Kinds that are linear: the reduction of sums and multiples is that of the reductions.
 _LINEAR = ("sum", "avg")
-#: How many operators lie at most between a reduction and where it moves to.
+#: The most operators that a reduction moves across.
 _DEPTH = 16
 
 
@@ -93,7 +91,7 @@ class Linear(NamedTuple):
 
 
 def _linear(node: Node, depth: int) -> Linear | None:
-    """A node that nothing but one other uses as a linear function of reduced values, if it is one."""
+    """`node` as a linear function of all-reduced values, or None; it must have a single user."""
     if len(node.users) > 1 or depth > _DEPTH:
         return None
     return Linear((node,)) if reduction(node) else _below(node, depth)
@@ -113,19 +111,19 @@ def _together(node: Node, operands: Sequence[Node], parts: list[Linear]) -> Line
     return Linear(every[0], (*every[1], node), (*every[2], *beside))
 
 
-def _operands(node: Node) -> list[list[Node]]:
-    """The arguments in which an operator is linear: each list of them together, with all others left as they are."""
+def _operands(node: Any) -> list[list[Node]]:
+    """The arguments in which an operator is linear: jointly in those of one list, while the others stay as they are."""
     target, args = node.target, node.args
     if target in _PLACING or target in _SUMMING:
         return [_nodes(args[:1])]
     if target in _JOINING:
-        return [_nodes(args[0])]  # type: ignore[arg-type]  # a list, as the schema says
+        return [_nodes(args[0])]
     if target in _ADDING:
         return [_nodes(args[:2])] if len(_nodes(args[:2])) == 2 and _is_tame(node.kwargs.get("alpha", 1), node) else []
     if target in _TIMES:
         return [[factor] for factor in _nodes(args[:2])] if all(_is_tame(factor, node) for factor in args[:2]) else []
     if target in _OVER:
-        return [_nodes(args[:1])] if isinstance(args[1], Node) or (args[1] and _is_tame(1 / args[1], node)) else []  # type: ignore[operator]
+        return [_nodes(args[:1])] if isinstance(args[1], Node) or (args[1] and _is_tame(1 / args[1], node)) else []
     return []
 
 
@@ -134,7 +132,7 @@ def _nodes(values: Iterable[Any]) -> list[Node]:
 
 
 def _is_tame(factor: Any, node: Node) -> bool:
-    """Whether multiples by a number overflow no sooner, as far as anyone reckons with it."""
+    """Whether multiplying before the reduction is as safe from overflow as after it."""
     if not isinstance(factor, int | float):
         return isinstance(factor, Node)
     narrow = getattr(value(node), "dtype", None) in (torch.float16, torch.bfloat16)
@@ -142,17 +140,17 @@ def _is_tame(factor: Any, node: Node) -> bool:
 
 
 def _pays(node: Node, found: Linear, graph: Graph) -> bool:
-    """Whether to reduce at a node instead, and whether that means the same."""
-    told = [one for leaf in found.leaves if (one := reduction(leaf))]
-    sort, here = told[0].sort, nbytes(node)
-    before = [nbytes(one.x) for one in told]
+    """Whether reducing at a node instead gives the same values for less communication."""
+    reductions = [one for leaf in found.leaves if (one := reduction(leaf))]
+    sort, here = reductions[0].sort, nbytes(node)
+    before = [nbytes(one.x) for one in reductions]
     sizes = [size for size in before if size is not None]
     if not here or len(sizes) < len(before) or here > sum(sizes) or (len(sizes) == 1 and here == sizes[0]):
         return False
     epoch = epochs(graph)
-    involved = (*(one.start for one in told), *found.through, *found.beside)
+    involved = (*(one.start for one in reductions), *found.through, *found.beside)
     return (
-        all(one.sort == sort for one in told)
+        all(one.sort == sort for one in reductions)
         and all(getattr(value(through), "dtype", None) == sort[2] for through in found.through)
         and (sort[0] in _LINEAR or all(through.target in _PLACING | _JOINING for through in found.through))
         and len({epoch[one] for one in involved if one.op == "call_function"} | {epoch[node]}) == 1
@@ -181,14 +179,14 @@ def _is_function(target: OpOverload) -> bool:
 
 
 def _reduce_at(node: Node, found: Linear) -> bool:
-    """Reduce a node instead of what it is made of, if what follows takes a value whose elements lie one after the other."""
-    told = [one for leaf in found.leaves if (one := reduction(leaf))]
+    """Reduce a node instead of the values it is made of, if later nodes accept a contiguous value."""
+    reductions = [one for leaf in found.leaves if (one := reduction(leaf))]
     packed = value(node).contiguous()
     later = {} if order(packed) == order(value(node)) else _restrided(node, packed)
     if later is None:
         return False
     graph = node.graph
-    for leaf, one in zip(found.leaves, told, strict=True):
+    for leaf, one in zip(found.leaves, reductions, strict=True):
         with graph.inserting_before(one.start):
             same = order(value(one.x)) == order(value(leaf))
             x = one.x if same else add(CLONE, (one.x,), one.start, memory_format=torch.contiguous_format)
@@ -198,9 +196,9 @@ def _reduce_at(node: Node, found: Linear) -> bool:
     users = list(node.users)
     with graph.inserting_before(node.next):
         dense = add(CLONE, (node,), node, memory_format=torch.contiguous_format) if later else node
-        start = add(_ALL_REDUCE, (dense, told[0].kind, told[0].group), told[0].start)
-        wait = add(WAIT, (start,), told[0].start)
-    start.meta["shardwise"] = wait.meta["shardwise"] = _why(one.start for one in told)
+        start = add(_ALL_REDUCE, (dense, reductions[0].kind, reductions[0].group), reductions[0].start)
+        wait = add(WAIT, (start,), reductions[0].start)
+    start.meta["shardwise"] = wait.meta["shardwise"] = _why(one.start for one in reductions)
     for user in users:
         user.replace_input_with(node, wait)
     for after, changed in later.items():
@@ -209,20 +207,21 @@ def _reduce_at(node: Node, found: Linear) -> bool:
 
 
 def _why(nodes: Iterable[Node]) -> str:
-    """What all-reduces that become one serve."""
+    """The operators that joined all-reduces are made for, as text."""
     return "; ".join(dict.fromkeys(text for node in nodes if (text := node.meta.get("shardwise"))))
 
 
 def _restrided(node: Node, now: Any) -> dict[Node, Any] | None:
-    """What the nodes after a node give if its elements lie in another order; None if one of them needs the old one, or a result
-    of the program would come out in another."""
+    """The changed results of later nodes if a node gives `now`, with other strides; None if one of them refuses these, or if a
+    result of the program would change its strides."""
     found = {node: now}
     after = node.next
     while after.op != "output" and len(found) <= 4 * _DEPTH:
         if any(taken in found for taken in after.all_input_nodes):
             args, kwargs = map_arg((after.args, after.kwargs), lambda taken: found.get(taken, value(taken)))
+            target: Any = after.target
             try:
-                given = after.target(*args, **kwargs)  # type: ignore[operator]
+                given = target(*args, **kwargs)
             except (RuntimeError, TypeError, ValueError):
                 return None
             if order(given) != order(value(after)):
@@ -233,19 +232,19 @@ def _restrided(node: Node, now: Any) -> dict[Node, Any] | None:
     return None if escaped or after.op != "output" else found
 
 
-# ── together ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── buckets ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-#: Bytes up to which starting an all-reduce takes longer than to copy its tensor into a bucket and out of it.
+#: Bytes up to which the launch latency of an all-reduce exceeds the copies of its tensor into a bucket and out of it.
 SMALL = 256 << 10
 #: Bytes that a bucket holds at most: it waits for the last of its tensors, and takes memory.
 BUCKET = 25 << 20
 
 
 def bucket(graph: Graph) -> int:
-    """Small all-reduces by the same kind, over the same group and of the same dtype become one, at the place of the last.
+    """Join small all-reduces of the same kind, group and dtype into one, at the place of the last.
 
     It applies to those that do not need each other's results, where only small values have to wait for the last: gradients that
-    are results of the program, norms, counts. It saves the time to start all but one of them, and costs copies that take less.
+    are results of the program, norms, counts. It saves all launch latencies but one, and costs copies that take less.
     """
     changed = 0
     while found := _bucket_once(graph):
@@ -272,7 +271,7 @@ def _is_small(start: Node) -> bool:
 
 
 def _members(first: Node) -> list[Node]:
-    """The all-reduces that go together with the first."""
+    """The all-reduces that are joined with the first."""
     members, late = [first], {first}
     total, sort = nbytes(first) or 0, _sort(first)
     node = first.next
@@ -295,7 +294,7 @@ def _sort(start: Node) -> tuple[Any, ...]:
 
 
 def _put_together(members: list[Node]) -> None:
-    """One all-reduce at the place of the last."""
+    """Replace all-reduces by one of their concatenation, at the place of the last."""
     first, last = members[0], members[-1]
     graph = first.graph
     with graph.inserting_before(last):
@@ -304,16 +303,16 @@ def _put_together(members: list[Node]) -> None:
         start = add(_ALL_REDUCE, (joined, *last.args[1:]), last)
         wait = add(WAIT, (start,), last)
         start.meta["shardwise"] = wait.meta["shardwise"] = _why(members)
-        shards, begin = {}, 0
+        parts, begin = {}, 0
         for member in members:
             (result,) = member.users
             end = begin + value(member).numel()
-            shard = add(aten.slice.Tensor, (wait, 0, begin, end), member)
-            shard = add(aten.view.default, (shard, list(value(member).shape)), member)
-            # Results of the program are in memory of their own: who called it may write to one of them.
-            shards[result] = add(CLONE, (shard,), member) if escapes(result) else shard
+            part = add(aten.slice.Tensor, (wait, 0, begin, end), member)
+            part = add(aten.view.default, (part, list(value(member).shape)), member)
+            # Results of the program are in memory of their own: the caller may write to one of them.
+            parts[result] = add(CLONE, (part,), member) if escapes(result) else part
             begin = end
-    _use_later(first, shards, flat[0])
+    _use_later(first, parts, flat[0])
     for member in members:
         graph.erase_node(member)
 
@@ -325,12 +324,12 @@ def _flat(start: Node) -> Node:
     return add(aten.view.default, (x, [value(x).numel()]), start)
 
 
-def _use_later(first: Node, shards: dict[Node, Node], until: Node) -> None:
-    """Use shards instead of results, and move what needs them behind them."""
-    late = set(shards.values())
-    tail = list(shards.values())[-1]
-    for result, shard in shards.items():
-        result.replace_all_uses_with(shard)
+def _use_later(first: Node, parts: dict[Node, Node], until: Node) -> None:
+    """Use the parts of a bucket instead of the single results, and move the nodes that need them behind them."""
+    late = set(parts.values())
+    tail = list(parts.values())[-1]
+    for result, part in parts.items():
+        result.replace_all_uses_with(part)
     node = first
     while node is not until:
         following = node.next
@@ -339,5 +338,5 @@ def _use_later(first: Node, shards: dict[Node, Node], until: Node) -> None:
             tail = node
             late.add(node)
         node = following
-    for result in shards:
+    for result in parts:
         result.graph.erase_node(result)

@@ -1,7 +1,7 @@
-"""Moves between layouts in a local program: those that others make needless go, and the rest become steps.
+"""Passes on moves, the redistributions of a local program: remove redundant ones, and turn the others into the steps of plans.
 
-Works on `shardwise::move` nodes, each of which says from which layout to which; after `expand_moves` there are operators and
-collectives instead, and no layouts any more.
+Works on `shardwise::move` nodes, which name the layouts they move between; `expand_moves` replaces them by operators and
+collectives, and from then on the program has no layouts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...redistribution.run import move, whole_moves
 from .graph import AGAIN, CLONE, epochs, mutates, order, remove_dead, replace, value
 
 MOVE = torch.ops.shardwise.move.default
-#: What gives the value that it takes.
+#: Operators that give the value of their argument.
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, CLONE)
 
 
@@ -38,12 +38,13 @@ class Move(NamedTuple):
 
     @property
     def symbolic(self) -> bool:
-        """Whether the shape is not known."""
+        """Whether a size is symbolic."""
         return any(isinstance(size, Node) for size in self.shape)
 
     def layout(self, form: str) -> Layout:
-        """The layout of a form of the tensor that moves."""
-        return Form.read(form).layout(tuple(self.shape), value(self.x).dtype)  # type: ignore[arg-type]  # not symbolic
+        """The layout that the text of a form stands for; no size may be symbolic."""
+        shape: Any = tuple(self.shape)
+        return Form.read(form).layout(shape, value(self.x).dtype)
 
     def __str__(self) -> str:
         return f"{self.operator}: {Form.read(self.have)} → {Form.read(self.want)}"
@@ -54,9 +55,9 @@ def moves(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.target is MOVE]
 
 
-def read(node: Node) -> Move:
-    """What a move node says."""
-    return Move(*node.args)  # type: ignore[arg-type]  # the operator's schema says that they are these
+def read(node: Any) -> Move:
+    """The arguments of a move node."""
+    return Move(*node.args)
 
 
 # ── merging ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -80,9 +81,9 @@ def _make_once(graph: Graph) -> int:
     first: dict[tuple[Any, ...], Node] = {}
     every = moves(graph)
     for node in every:
-        told = read(node)
-        source = _source(told.x, epoch)
-        known = first.setdefault((source, tuple(told.shape), told.have, told.want, epoch[node], node.meta.get(AGAIN)), node)
+        it = read(node)
+        source = _source(it.x, epoch)
+        known = first.setdefault((source, tuple(it.shape), it.have, it.want, epoch[node], node.meta.get(AGAIN)), node)
         if known is not node:
             replace(node, known)
     return len(every) - len(first)
@@ -138,20 +139,20 @@ def _continues(inner: Move, outer: Move) -> bool:
 
 def _worthwhile(inner: Move, outer: list[Node], only: bool) -> list[Node]:
     """Those of the moves after `inner` that should not start from where it ends. If `only` they use it, it need not be made."""
-    told = [read(user) for user in outer]
-    direct = [_cost(inner, inner.have, one.want) for one in told]
-    after = [_cost(inner, inner.want, one.want) for one in told]
+    others = [read(user) for user in outer]
+    direct = [_cost(inner, inner.have, one.want) for one in others]
+    after = [_cost(inner, inner.want, one.want) for one in others]
     if only and outer and sum(direct) <= _cost(inner, inner.have, inner.want) + sum(after) < math.inf:
         return outer
     return [user for user, one, other in zip(outer, direct, after, strict=True) if one < other]
 
 
-def _cost(told: Move, have: str, want: str) -> float:
+def _cost(it: Move, have: str, want: str) -> float:
     """Estimated seconds from one layout to another; nobody knows where there is no plan, or no shape."""
     if have == want:
         return 0.0
     try:
-        return math.inf if told.symbolic else plan(told.layout(have), told.layout(want)).cost
+        return math.inf if it.symbolic else plan(it.layout(have), it.layout(want)).cost
     except PlanError:
         return math.inf
 
@@ -177,45 +178,45 @@ def expand_moves(graph: Graph, decompositions: dict[Any, Any] | None = None) -> 
     known: dict[Any, Graph] = {}
     changed = 0
     for node in moves(graph):
-        told = read(node)
-        if told.symbolic or not _is_alike(told):
+        it = read(node)
+        if it.symbolic or not _is_alike(it):
             continue
-        x = value(told.x)
-        key = (*map(str, (told.shape, told.have, told.want)), order(x), x.dtype)
+        x = value(it.x)
+        key = (*map(str, (it.shape, it.have, it.want)), order(x), x.dtype)
         if key not in known:
-            known[key] = _steps(told, decompositions)
+            known[key] = _steps(it, decompositions)
         if not any(map(mutates, known[key].nodes)):
             _splice(node, known[key])
             changed += 1
     return changed
 
 
-def _is_alike(told: Move) -> bool:
+def _is_alike(it: Move) -> bool:
     """Whether the steps of a move are the same on all ranks: shards of a dim may differ in size only if no step changes it."""
-    steps = plan(told.layout(told.have), told.layout(told.want)).steps
+    steps = plan(it.layout(it.have), it.layout(it.want)).steps
     changed = [dims for step in steps for dims in zip(step.before.dims, step.after.dims, strict=True) if dims[0] != dims[1]]
     return all(min(factor.sizes) == max(factor.sizes) for dims in changed for dim in dims for factor in dim)
 
 
-def _steps(told: Move, decompositions: dict[Any, Any] | None) -> Graph:
-    have, want = told.layout(told.have), told.layout(told.want)
+def _steps(it: Move, decompositions: dict[Any, Any] | None) -> Graph:
+    have, want = it.layout(it.have), it.layout(it.want)
 
     def program(x: Tensor) -> Tensor:
         return move(x, have, want).contiguous()
 
     with whole_moves.set(False):
-        steps: Graph = trace_local(program, value(told.x), decompositions)
+        steps: Graph = trace_local(program, value(it.x), decompositions)
     return steps
 
 
 def _splice(node: Node, steps: Graph) -> None:
     """Put the nodes of steps in place of a move."""
-    told, graph = read(node), node.graph
-    place = {old: told.x for old in steps.nodes if old.op == "placeholder"}
+    it, graph = read(node), node.graph
+    place = {old: it.x for old in steps.nodes if old.op == "placeholder"}
     with graph.inserting_before(node):
         for old in steps.nodes:
             if old.op == "call_function":
                 place[old] = new = graph.node_copy(old, place.__getitem__)
-                new.meta = {"val": value(old), "shardwise": str(told), "stack_trace": node.meta.get("stack_trace")}
+                new.meta = {"val": value(old), "shardwise": str(it), "stack_trace": node.meta.get("stack_trace")}
     (result,) = steps.output_node().all_input_nodes
     replace(node, place[result])

@@ -1,6 +1,6 @@
-"""What only a program that is run operator by operator needs: operators that do nothing go, updates happen in place.
+"""Passes for captured programs: remove operators that do nothing, and update inputs in place.
 
-A compiler does this by itself; here every operator that is left costs its call.
+Captured programs run operator by operator, so every operator costs a call. A compiler does all of this by itself.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..._torch.tensors import OpOverload
-from .graph import WAIT, is_view, remove_dead
+from .graph import WAIT, escapes, foreach_name, is_, is_view, remove_dead, result_index, value
 
 aten = torch.ops.aten
 _SHAPES = (aten.view.default, aten.expand.default, aten.reshape.default, aten._unsafe_view.default)
@@ -22,96 +21,78 @@ _VIEWS = (*_SHAPES, aten.t.default, aten.transpose.int, aten.permute.default, at
 
 
 def tidy(graph: Graph) -> dict[str, int]:
-    """Run these passes, and say how much each of them changed."""
-    changes = {"drop_idle": drop_idle(graph), "join_views": join_views(graph), "same_views": same_views(graph)}
-    changes["turn_back"] = turn_back(graph)
-    changes["in_place"] = in_place(graph)
-    changes["copy_together"] = copy_together(graph)
+    """Run these passes; gives the number of changes each of them made."""
+    changes = {one.__name__: one(graph) for one in (drop_idle, join_views, same_views, turn_back, in_place, copy_together)}
     remove_dead(graph)
     return changes
 
 
-def _value(node: Any) -> Any:
-    return node.meta.get("val") if isinstance(node, Node) else None
-
-
-def _is_output(node: Node) -> bool:
-    return any(user.op == "output" for user in node.users)
+def _use_instead(node: Node, other: Any) -> int:
+    """Use another node's value instead of a node's, unless that is a result of the program: results stay apart from what they
+    are views of. Gives 1 if it is done, else 0."""
+    if any(user.op == "output" for user in node.users):
+        return 0
+    node.replace_all_uses_with(other)
+    node.graph.erase_node(node)
+    return 1
 
 
 def drop_idle(graph: Graph) -> int:
-    """A view of the same shape and stride, a detach, and a copy into new memory, are their input. Results stay apart from what
-    they are views of."""
+    """Use the input of a view of the same shape and stride, of a detach, and of a copy into new memory."""
     count = 0
     for node in list(graph.nodes):
-        if node.target is aten.copy.default and getattr(node.args[0], "target", None) in _EMPTY:
+        if node.target is aten.copy.default and is_(node.args[0], *_EMPTY) and not escapes(node):
             source = node.args[1]
-        elif node.target in _SHAPES or node.target in _ALIASES:
+        elif node.target in (*_SHAPES, *_ALIASES):
             source = node.args[0]
         else:
             continue
-        have, want = _value(source), _value(node)
+        have, want = value(source), value(node)
         same = isinstance(have, Tensor) and have.shape == want.shape and have.stride() == want.stride()
-        if same and have.dtype == want.dtype and not _is_output(node):
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
-            count += 1
+        if same and have.dtype == want.dtype:
+            count += _use_instead(node, source)
     return count
 
 
 def join_views(graph: Graph) -> int:
-    """A view of a view of a contiguous tensor is a view of that tensor."""
+    """Turn a view of a view of a contiguous tensor into a view of that tensor."""
     count = 0
     for node in graph.nodes:
-        if node.target is aten.view.default and getattr(node.args[0], "target", None) is aten.view.default:
-            source = node.args[0].args[0]
-            value = _value(source)
-            if isinstance(value, Tensor) and value.is_contiguous():
+        if node.target is aten.view.default and is_(node.args[0], aten.view.default):
+            have = value(source := node.args[0].args[0])
+            if isinstance(have, Tensor) and have.is_contiguous():
                 node.args = (source, *node.args[1:])
                 count += 1
     return count
 
 
 def same_views(graph: Graph) -> int:
-    """The same view of the same tensor is taken once."""
-    count = 0
-    known: dict[str, Node] = {}
+    """Take the same view of the same tensor once."""
+    count, known = 0, dict[str, Node]()
     for node in list(graph.nodes):
-        if node.target not in _VIEWS or node.kwargs:
-            continue
-        key = repr((str(node.target), node.args))
-        if key not in known:
-            known[key] = node
-        elif not _is_output(node):
-            node.replace_all_uses_with(known[key])
-            graph.erase_node(node)
-            count += 1
+        if node.target in _VIEWS and not node.kwargs:
+            first = known.setdefault(repr((str(node.target), node.args)), node)
+            count += _use_instead(node, first) if first is not node else 0
     return count
 
 
 def turn_back(graph: Graph) -> int:
-    """A transpose of a transpose is what was transposed. Results stay apart from what they are views of."""
-    count = 0
-    for node in list(graph.nodes):
-        source: Any = node.args[0] if node.target is aten.t.default else None
-        if getattr(source, "target", None) is aten.t.default and not _is_output(node):
-            node.replace_all_uses_with(source.args[0])
-            graph.erase_node(node)
-            count += 1
-    return count
+    """Use what was transposed instead of its transposed transpose."""
+    transposes = [node for node in graph.nodes if node.target is aten.t.default]
+    return sum(_use_instead(node, node.args[0].args[0]) for node in transposes if is_(node.args[0], aten.t.default))
 
 
 # ── updates ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _copies(graph: Graph) -> dict[Node, Node]:
-    """For each input that is written to at the end, the node that does it."""
+    """For each input that the program writes its new value to at the end, the node that does so."""
     copies = [node for node in graph.nodes if node.target is aten.copy_.default]
     return {node.args[0]: node for node in copies if node.args[0].op == "placeholder"}
 
 
 def in_place(graph: Graph) -> int:
-    """An operator on a list of inputs that are all written to at the end, and not read after it, runs in place."""
+    """Run an operator on a list of inputs in place, if all of them are written to at the end and not read after it."""
     written, count = _copies(graph), 0
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
@@ -136,24 +117,21 @@ def in_place(graph: Graph) -> int:
 
 def _in_place_form(node: Node) -> Any:
     """`_foreach_add_` for `_foreach_add`."""
-    target: Any = node.target
-    if not isinstance(target, OpOverload) or not target._schema.name.startswith("aten::_foreach_"):
-        return None
-    name = target._schema.name.removeprefix("aten::")
-    packet = None if name.endswith("_") else getattr(aten, f"{name}_", None)
-    return None if packet is None or not isinstance(node.args[0], list | tuple) else getattr(packet, target._overloadname, None)
+    name, overload = foreach_name(node) or ("_", "")
+    packet = None if name.endswith("_") else getattr(aten, f"_foreach_{name}_", None)
+    return getattr(packet, overload, None) if isinstance(node.args[0], list | tuple) else None
 
 
 def _reads_later(target: Node, node: Node, write: Node, order: dict[Node, int]) -> bool:
-    """Whether something needs what an input held before `node`, at or after it (beside that operator's own update)."""
-    others = [arg for arg in node.args[1:] if isinstance(arg, list | tuple)]
-    if any(target in arg for arg in others) or list(node.args[0]).count(target) > 1:  # type: ignore[arg-type]
+    """Whether the old value of an input is read at `node` or after it (beside that operator's own update)."""
+    lists = [arg for arg in node.args if isinstance(arg, list | tuple)]
+    if sum(arg.count(target) for arg in lists) > 1:
         return True
     return any(reader not in (node, write) and order.get(reader, -1) > order[node] for reader in _readers(target))
 
 
 def _readers(target: Node) -> list[Node]:
-    """Who reads what an input held, also through views; a collective reads until it was waited for."""
+    """The nodes that read an input, also through views; a collective reads until its wait."""
     found = []
     for user in target.users:
         if is_view(user):
@@ -166,18 +144,18 @@ def _readers(target: Node) -> list[Node]:
 
 
 def _fits(node: Node, targets: Any) -> bool:
-    """Whether every result is taken by number, and has the shape and dtype of what is updated."""
+    """Whether every result is taken by its index, is no result of the program, and has the shape and dtype of its target."""
     for result in node.users:
-        if getattr(result.target, "__name__", "") != "getitem" or _is_output(result):
+        if result_index(result) is None or any(user.op == "output" for user in result.users):
             return False
-        have, want = _value(result), _value(targets[result.args[1]])
+        have, want = value(result), value(targets[result.args[1]])
         if not isinstance(have, Tensor) or have.shape != want.shape or have.dtype != want.dtype:
             return False
     return True
 
 
 def copy_together(graph: Graph) -> int:
-    """Writes to several inputs at the end become one."""
+    """Write to several inputs at the end by one operator."""
     copies = list(_copies(graph).values())
     fresh = [node for node in copies if not node.users and isinstance(node.args[1], Node) and node.args[1].op != "placeholder"]
     if len(fresh) < 2:
