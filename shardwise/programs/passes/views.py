@@ -119,7 +119,7 @@ def _in_place_form(node: Node) -> Any:
     """`_foreach_add_` for `_foreach_add`."""
     name, overload = foreach_name(node) or ("_", "")
     packet = None if name.endswith("_") else getattr(aten, f"_foreach_{name}_", None)
-    return getattr(packet, overload, None) if isinstance(node.args[0], list | tuple) else None
+    return getattr(packet, overload, None) if packet is not None and isinstance(node.args[0], list | tuple) else None
 
 
 def _reads_later(target: Node, node: Node, write: Node, order: dict[Node, int]) -> bool:

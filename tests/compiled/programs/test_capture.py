@@ -122,3 +122,17 @@ def test_gradients_of_leaves_are_reduced_together() -> None:
         text = program.text().partition("backward(")[2]
         assert text.count("_c10d_functional.all_reduce(") == 1
         assert all(w.grad.layout is w.layout for w in weights)
+
+
+def test_a_view_of_a_copy_has_memory_of_its_own() -> None:
+    x = sw.ones(4, 2, mesh=sw.init_mesh(tp=2), placements=[sw.Replicate()])
+    sw.capture(lambda x: torch.empty_like(x).copy_(x).view(-1))(x).add_(1)
+    assert x.sum().item() == 8.0
+
+
+def test_a_part_of_a_list_of_numbers_is_not_taken_for_the_whole() -> None:
+    def both(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Any:
+        return torch._foreach_add(torch._foreach_mul([a, b, c], 2.0)[:2], torch._foreach_mul([b, c], 3.0))
+
+    given = [torch.tensor(float(i)) for i in range(3)]
+    assert list(sw.capture(both)(*given)) == list(both(*given))

@@ -24,6 +24,7 @@ import shardwise as sw
 import shardwise.programs.passes.order
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard
 from shardwise._torch.compiler import local_graphs
+from shardwise.layouts.text import form_of
 from shardwise.programs.gradients import align_leaves
 from shardwise.programs.passes.all_reduces import SMALL, bucket
 from shardwise.programs.passes.graph import WAIT, is_view, order
@@ -387,7 +388,7 @@ class Number:
 def test_nothing_is_merged_or_awaited_across_a_write(job: Any) -> None:
     mesh = job()
     layouts = [sw.layout((8, 16), mesh, placed) for placed in (ROWS, WHOLE)]
-    have, want = (sw.form.form_of(layout).text for layout in layouts)
+    have, want = (form_of(layout).text for layout in layouts)
     gather = call(MOVE, "x", [8, 16], have, want, "test")
     write = call(aten.add_.Tensor, "x", 1)
     assert merge_moves(written(mesh, gather, gather)) == 1
