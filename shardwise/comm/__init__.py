@@ -11,8 +11,9 @@ In the order of imports, which go down only:
     simulated         the transport to N ranks in this process
     absent            what a rank holds of a tensor on a mesh that it is not in: a shape without data
     host_collectives  collectives on hosts by sending straight to every peer
-    listener          a process group that tells whoever listens what is asked of it, before another one does it
+    listener          a process group that calls a hook before each collective, then has another group do it
     aliases           aliases for process groups, and a hook to listen to every group behind an alias
+    store             the job's store: topics, signs of life, whether another rank's process has ended
     failures          failures that one rank knows of reach all: word in the job's store, and groups closed to wake who waits
     agreement         ranks compare a text that must be the same on all
     delivery          messages over a process group: one launch, and tensors registered with their work
@@ -29,8 +30,8 @@ from .policy import check, communication
 from .processes import Processes
 from .simulated import Bundle, Simulated
 from .transport import Transport
-from .watch.debug import debug_mode
-from .watch.log import Log, Record, note_decomposed, note_fallback, trace_comm
+from .watch.log import Log, Record, note_decomposed, note_fallback
+from .watch.watched import debug_mode, trace_comm
 from .worlds import init_device_mesh, init_mesh, pretend, seen, simulate, transport
 
 __all__ = [

@@ -19,14 +19,14 @@ from weakref import WeakValueDictionary
 from torch.distributed import ProcessGroup
 
 from .._torch.groups import register_group, unregister_group
-from .listener import Listener, Tell
+from .listener import Hook, Listener
 
 _groups: WeakValueDictionary[str, ProcessGroup] = WeakValueDictionary()  # whoever ends a job ends its groups
 #: Kept as long as the alias: torch's own table keeps nothing alive, and a thread may be in a collective of one.
 _listeners: dict[str, Listener] = {}
 #: The aliases that lead to listeners now.
 _heard: set[str] = set()
-_tells: list[Tell] = []
+_hooks: list[Hook] = []
 _changing = threading.RLock()
 
 
@@ -37,7 +37,7 @@ def register(alias: str, group: ProcessGroup) -> None:
             return
         _groups[alias] = group
         _listeners.pop(alias, None)
-        _lead(alias, bool(_tells or _heard))
+        _lead(alias, bool(_hooks or _heard))
 
 
 def forget(alias: str) -> None:
@@ -56,18 +56,18 @@ def groups() -> list[ProcessGroup]:
 
 
 @contextlib.contextmanager
-def listening(tell: Tell) -> Iterator[None]:
-    """In the block one more is told of the collectives of all groups with an alias, those to come as well."""
+def listening(hook: Hook) -> Iterator[None]:
+    """In the block the hook is called before the collectives of all groups with an alias, those to come as well."""
     with _changing:
-        _tells.append(tell)
+        _hooks.append(hook)
         for alias in [alias for alias in _groups if alias not in _heard]:
             _lead(alias, True)
     try:
         yield
     finally:
         with _changing:
-            _tells.remove(tell)
-            if not _tells and threading.active_count() == 1:
+            _hooks.remove(hook)
+            if not _hooks and threading.active_count() == 1:
                 for alias in list(_heard):
                     _lead(alias, False)
 
@@ -79,6 +79,6 @@ def _lead(alias: str, to_listener: bool) -> None:
     if group is None:
         return
     if to_listener:
-        group = _listeners.get(alias) or _listeners.setdefault(alias, Listener(alias, group, _tells))
+        group = _listeners.get(alias) or _listeners.setdefault(alias, Listener(alias, group, _hooks))
     unregister_group(alias)
     register_group(alias, group)

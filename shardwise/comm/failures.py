@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,6 +26,7 @@ from .._torch.tensors import dispatch_modes
 from ..errors import MismatchError, RankError, ShardwiseError
 from .aliases import groups
 from .source_lines import caller
+from .store import has_ended, this_process
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -179,36 +178,3 @@ def failed(error: Exception, what: str) -> None:
     if isinstance(error, RuntimeError) and is_lost(error):
         raise lost(error, what) from error
     report(error, what, range(dist.get_world_size()))
-
-
-# ── processes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@functools.cache
-def _system() -> str:
-    """This system and its table of processes, as far as Linux tells: those of containers are apart."""
-    boot, table = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    return f"{boot.read_text().strip()} {os.readlink(table)}" if boot.exists() and table.exists() else ""
-
-
-def this_process() -> str:
-    """This process, as text for others."""
-    return f"{os.getpid()} {_started(os.getpid())} {_system()}"
-
-
-def _started(pid: int) -> str:
-    """When a process was started, in the system's own count; nothing if there is none, or only what is left of one."""
-    with contextlib.suppress(OSError):
-        state, *facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in "ZX" else facts[18]
-    return ""
-
-
-def has_ended(process: str) -> bool | None:
-    """Whether a process, as it told of itself, has ended; None where that cannot be seen from here.
-
-    >>> has_ended(this_process())
-    False
-    """
-    pid, started, system = process.split(" ", 2)
-    return _started(int(pid)) != started if system and system == _system() else None

@@ -1,7 +1,7 @@
-"""`Listener`: a process group that tells whoever listens what is asked of it, then has another one do it.
+"""`Listener`: a process group that calls a hook before each collective, then has another group do it.
 
-Registered under the alias of a group, so it hears the collectives of every program, compiled ones too. Whatever backend does
-the work, torch asks for collectives in these words.
+Registered under the alias of a group, so it sees the collectives of every program, compiled ones too. Whatever backend does
+the work, torch calls these methods.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -17,11 +17,11 @@ from torch.distributed import ProcessGroup, Work
 
 from ..base.settings import Setting
 
-#: Called with the alias of a group, the kind of a collective, its tensors, and how many rows go to and come from each rank if
-#: they say so; the collective runs inside what it gives.
-Tell = Callable[[str, str, Sequence[Tensor], Any, Any], AbstractContextManager[Any]]
+#: Called before a collective with the alias of its group, its kind, its reduction or who broadcasts, its tensors, and how many
+#: rows go to and come from each rank, where they say so; the collective runs inside the context manager that it returns.
+Hook = Callable[[str, str, str, Sequence[Tensor], tuple[list[int], list[int]] | None], AbstractContextManager[Any]]
 
-#: Whether this library asks for the communication by its transport: whoever watches there has heard of it.
+#: True while a collective was issued through the transport, so that listeners do not count it twice.
 asked = Setting("asked", False)
 #: For which operator, and from which line, a captured program is about to communicate, in the thread that runs it.
 _known = threading.local()
@@ -38,58 +38,46 @@ def expected() -> tuple[str, str]:
     return getattr(_known, "now", ("", ""))
 
 
-class Listener(ProcessGroup):
-    """A group before another one. All who are in `tells` when a collective begins are told, the last one first; while there are
-    none it adds 4 microseconds to each collective."""
+def _collective(name: str, kind: str, given: int = 0) -> Any:
+    """A method of a listener: calls the hook with the tensors at a position of the arguments, then the other group."""
 
-    def __init__(self, alias: str, group: ProcessGroup, tells: Sequence[Tell]) -> None:
-        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
-        self._alias, self._tells = alias, tells
+    def method(self: Listener, *args: Any) -> Work:
+        with self._about(kind, args[given], args):
+            return getattr(self._group(), name)(*args)
+
+    return method
+
+
+class Listener(ProcessGroup):
+    """A group in front of another one. While any block listens, the hook is called before each collective; else a listener adds
+    4 microseconds to each."""
+
+    def __init__(self, alias: str, group: ProcessGroup, hooks: Sequence[Hook]) -> None:
+        initialise: Any = super().__init__
+        initialise(group.rank(), group.size())
+        self._alias, self._hooks = alias, hooks
         self._group: Any = weakref.ref(group)  # whoever ends a job ends its groups
 
-    def _told(
-        self, kind: str, tensors: Sequence[Tensor], opts: Any = None, rows: Any = (None, None)
-    ) -> AbstractContextManager[Any]:
-        if not self._tells or asked.get():
+    def _about(self, kind: str, given: Any, args: Sequence[Any]) -> AbstractContextManager[Any]:
+        hooks = () if asked.get() else tuple(self._hooks)
+        if not hooks:
             return _NOTHING
-        kind = kind if opts is None else f"{kind}({_detail(opts)})"
-        with ExitStack() as telling:
-            for tell in reversed(tuple(self._tells)):
-                telling.enter_context(tell(self._alias, kind, tensors, *rows))
-            return telling.pop_all()
+        rows = None
+        if kind == "all_to_all":
+            even, (_, _, coming, going, _) = [given.shape[0] // self.size()] * self.size(), args
+            rows, given = (going or even, coming or even), [given]
+        return hooks[-1](self._alias, kind, _detail(args[-1]), given, rows)  # each block has the same
 
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
-        """Reduce."""
-        with self._told("all_reduce", tensors, opts):
-            return self._group().allreduce(tensors, opts)
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
-        """Reduce several tensors."""
-        with self._told("all_reduce", tensors, opts):
-            return self._group().allreduce_coalesced(tensors, opts)
-
-    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
-        """Gather."""
-        with self._told("all_gather", inputs):
-            return self._group().allgather_into_tensor_coalesced(outputs, inputs, opts)
-
-    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
-        """Reduce and scatter."""
-        with self._told("reduce_scatter", inputs, opts):
-            return self._group().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
-
-    def alltoall_base(self, output: Tensor, input: Tensor, coming: list[int], going: list[int], opts: Any) -> Work:  # type: ignore[override]
-        """Send and receive rows."""
-        even = [input.shape[0] // self.size()] * self.size()
-        with self._told("all_to_all", [input], rows=(going or even, coming or even)):
-            return self._group().alltoall_base(output, input, coming, going, opts)
-
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
-        """Send to all."""
-        with self._told("broadcast", tensors, opts):
-            return self._group().broadcast(tensors, opts)
+    allreduce: Any = _collective("allreduce", "all_reduce")
+    allreduce_coalesced: Any = _collective("allreduce_coalesced", "all_reduce")
+    allgather_into_tensor_coalesced: Any = _collective("allgather_into_tensor_coalesced", "all_gather", 1)
+    reduce_scatter_tensor_coalesced: Any = _collective("reduce_scatter_tensor_coalesced", "reduce_scatter", 1)
+    alltoall_base: Any = _collective("alltoall_base", "all_to_all", 1)
+    broadcast: Any = _collective("broadcast", "broadcast")
 
 
 def _detail(opts: Any) -> str:
-    """What the options of a collective say about it: the name of the reduction, as `sum`, or who sends."""
-    return str(opts.reduceOp.op).rpartition(".")[2].lower() if hasattr(opts, "reduceOp") else f"from {opts.rootRank}"
+    """What the options of a collective say about it: the name of the reduction, as `sum`, who broadcasts, or nothing."""
+    if hasattr(opts, "reduceOp"):
+        return str(opts.reduceOp.op).rpartition(".")[2].lower()
+    return f"from {opts.rootRank}" if hasattr(opts, "rootRank") else ""

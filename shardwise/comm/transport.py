@@ -102,68 +102,6 @@ class Transport(Protocol):
         says that it surely is."""
 
 
-class Around:
-    """Half a transport: what does not communicate is passed on to another transport. One that watches adds the verbs that
-    do."""
-
-    __slots__ = ("_transport",)
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    def ready(self, mesh: Mesh) -> None:
-        """Pass on."""
-        self._transport.ready(mesh)
-
-    def traced(self, x: Tensor) -> bool:
-        """Pass on."""
-        return self._transport.traced(x)
-
-    def place(self, mesh: Mesh) -> int:
-        """Pass on."""
-        return self._transport.place(mesh)
-
-    def each(self, function: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
-        """Pass on."""
-        return self._transport.each(function, mesh, *args)
-
-    def number(self, value: PerRank, mesh: Mesh) -> Tensor:
-        """Pass on."""
-        return self._transport.number(value, mesh)
-
-    def replicate(self, tensor: Tensor, mesh: Mesh) -> Tensor:
-        """Pass on."""
-        return self._transport.replicate(tensor, mesh)
-
-    def plain(self, x: Tensor) -> Tensor:
-        """Pass on."""
-        return self._transport.plain(x)
-
-    def own(self, x: Tensor, mesh: Mesh, shape: PerRank) -> Tensor:
-        """Pass on."""
-        return self._transport.own(x, mesh, shape)
-
-    def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
-        """Pass on."""
-        return self._transport.reseat(x, have, want, shape)
-
-    def agree(self, fact: str, mesh: Mesh, due: bool) -> None:
-        """Pass on."""
-        self._transport.agree(fact, mesh, due)
-
-    def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
-        """Pass on."""
-        self._transport.report(error, mesh, where, alone)
-
-    def assume(self, x: Tensor, mesh: Mesh, shape: PerRank) -> None:
-        """Pass on."""
-        self._transport.assume(x, mesh, shape)
-
-    def assumed(self, mesh: Mesh) -> list[Assumed]:
-        """Pass on."""
-        return self._transport.assumed(mesh)
-
-
 # ── what every world checks alike ─────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -20,8 +20,8 @@ from .pretended import Pretended
 from .processes import Processes
 from .simulated import Simulated
 from .transport import Transport
-from .watch.debug import watched_transport
 from .watch.log import watching
+from .watch.watched import watched_transport
 
 _transports: dict[str, Transport] = {"processes": Processes(), "simulated": Simulated()}
 #: The job that programs are traced for in this thread, where it is not there.

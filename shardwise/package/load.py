@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._torch.aoti import open_package, tree_flatten, tree_unflatten, treespec_loads
 from ..base.argument_checks import file_to_read, instance, optional
 from ..comm import transport
-from ..comm.watch.debug import heard
+from ..comm.watch.debug import errors_of_ranks
 from ..errors import CompileError, OperatorError
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
@@ -72,7 +72,7 @@ class Package:
         for slot, parameter in zip(told.parameters, self._parameters, strict=True):
             _check(slot, f"parameter {slot.name}", parameter)
         slots, given = (*told.parameters, *told.arguments), (*self._parameters, *values)
-        with heard():
+        with errors_of_ranks():
             outputs = self._loader.boxed_run([_local(slots[place], given[place]) for place in told.order])
         self._check_outputs(outputs)
         for place, at in told.writes:

@@ -2,7 +2,9 @@
 
 In the order of imports, which go down only:
 
-    meeting  ranks tell each other, through the job's store, what they are about to communicate
-    log      `trace_comm`: a recorder around either transport
-    debug    `debug_mode`: a transport that compares the ranks before each communication
+    communication  `Communication`: one that is about to happen, as logs record it and ranks compare it
+    meeting        `Session`: ranks tell each other, through the job's store, what they are about to communicate
+    log            `Log`, `Record`: what was communicated
+    debug          the comparison of the ranks before a communication, in debug mode
+    watched        `trace_comm`, `debug_mode`, and the transport around another that tells both of every communication
 """

@@ -1,11 +1,11 @@
 """`Session`: ranks that tell each other, through the job's store, what they are about to communicate, before they do.
 
-Nothing here goes through the groups whose order may be wrong. A *meeting* is the n-th communication of some ranks with each
-other: each leaves a `Post` and waits for those of the others. Whoever finds that they cannot come together leaves word of why,
-and all ranks raise it. Knows nothing of meshes and tensors.
+Nothing here goes through the process groups, whose order may be wrong. A *meeting* is the n-th communication of the same
+ranks: each leaves an `Intent` and waits for those of the others. A rank that finds that they do not fit together, or that one
+will not come, leaves the reason, and all ranks raise it. Knows nothing of meshes and tensors.
 
-Two ranks never part ways at a meeting: all raise or all go on, by the first word under its name, "go" from one who has seen all
-posts or "stop" from one who gives up.
+All ranks of a meeting raise or all go on, by the first word under its name: "go" from one that has seen all intents, or "stop"
+from one that gives up.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from ..._torch.groups import job_store, job_timeout
+from ..._torch.groups import job_timeout
 from ...errors import MismatchError
-from ..failures import has_ended, in_job, this_process
+from ..failures import in_job
 from ..source_lines import caller
+from ..store import Heartbeat, Pulse, has_ended, store_gone, this_process, topic_store
 
 T = TypeVar("T")
 #: Seconds between two signs of life of a rank.
@@ -37,23 +37,22 @@ BEAT = 0.5
 GRACE = 2.0
 #: Seconds between two looks at what keeps the others.
 LOOK = 0.1
-#: The longest pause between two looks for their posts.
+#: The longest pause between two looks for their intents.
 _PAUSE = 0.02
-
-#: How many sessions each job has had: the n-th of one rank is the n-th of all.
-_sessions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-
-
-# ── posts ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+#: Nothing is sent or received.
+_NO_MESSAGES: dict[str, list[str]] = {}
 
 
-class Post(NamedTuple):
+# ── intents ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Intent(NamedTuple):
     """What a rank is about to communicate, for whom and from which line (and path to it), and what it sends to others and
     expects from them, by rank.
 
-    >>> print(Post("all_reduce(sum)", "aten.sum", "axes tp of Mesh(tp=2)", "f32[4]", "train.py:12"))
+    >>> print(Intent("all_reduce(sum)", "aten.sum", "axes tp of Mesh(tp=2)", "f32[4]", "train.py:12"))
     all_reduce(sum) of f32[4] for aten.sum over axes tp of Mesh(tp=2) at train.py:12
-    >>> print(Post("batch", "p2p", line="train.py:9", send={"1": ["f32[2]"]}, receive={"3": ["i64[]"]}))
+    >>> print(Intent("batch", "p2p", line="train.py:9", send={"1": ["f32[2]"]}, receive={"3": ["i64[]"]}))
     batch for p2p at train.py:9: f32[2] to rank 1, i64[] from rank 3
     """
 
@@ -63,26 +62,23 @@ class Post(NamedTuple):
     value: str = ""
     line: str = ""
     path: str = ""
-    send: dict[str, list[str]] = {}  # noqa: RUF012  never written to
-    receive: dict[str, list[str]] = {}  # noqa: RUF012
+    send: dict[str, list[str]] = _NO_MESSAGES
+    receive: dict[str, list[str]] = _NO_MESSAGES
     fact: str = ""
 
     def __str__(self) -> str:
         words = [self.kind, self.value and f"of {self.value}", self.operator and f"for {self.operator}"]
-        words += [
-            self.group and f"over {self.group}",
-            self.line and f"at {self.line}",
-            self.path,
-            self.fact and f"({self.fact})",
-        ]
-        parcels = [f"{' and '.join(messages)} to rank {rank}" for rank, messages in self.send.items()]
-        parcels += [f"{' and '.join(messages)} from rank {rank}" for rank, messages in self.receive.items()]
-        return " ".join(filter(None, words)) + (": " + ", ".join(parcels) if parcels else "")
+        words += [self.group and f"over {self.group}", self.line and f"at {self.line}", self.path]
+        words += [self.fact and f"({self.fact})"]
+        told = [f"{' and '.join(messages)} to rank {rank}" for rank, messages in self.send.items()]
+        told += [f"{' and '.join(messages)} from rank {rank}" for rank, messages in self.receive.items()]
+        return " ".join(filter(None, words)) + (": " + ", ".join(told) if told else "")
 
-    def _only(self, rank: int) -> Post:
-        """The post as far as it is about messages from and to one rank."""
-        kept = [{name: parcels[name] for name in parcels if name == str(rank)} for parcels in (self.send, self.receive)]
-        return self._replace(send=kept[0], receive=kept[1])
+    def _only(self, rank: int) -> Intent:
+        """The intent as far as it is about messages from and to one rank."""
+        name = str(rank)
+        send, receive = ({name: of[name]} if name in of else {} for of in (self.send, self.receive))
+        return self._replace(send=send, receive=receive)
 
 
 #: What must agree, by the name of the field, and what it is called.
@@ -90,37 +86,37 @@ MUST = {"kind": "the kind", "operator": "the operator", "group": "the group", "v
 MUST["fact"] = "values that must be the same on every rank"
 
 
-def difference(posts: dict[int, Post], fields: Iterable[str]) -> str:
-    """How the posts of ranks that meet do not fit together; nothing if they do.
+def difference(intents: dict[int, Intent], fields: Iterable[str]) -> str:
+    """How the intents of ranks that meet do not fit together; nothing if they do.
 
-    >>> print(difference({0: Post("all_gather", value="f32[2]"), 1: Post("all_gather", value="f32[3]")}, MUST))
+    >>> print(difference({0: Intent("all_gather", value="f32[2]"), 1: Intent("all_gather", value="f32[3]")}, MUST))
     the ranks are about to do different communications:
       rank 0: all_gather of f32[2]
       rank 1: all_gather of f32[3]
     They differ in shape or dtype.
     """
-    first = next(iter(posts.values()))
-    names = [name for name in fields if any(getattr(post, name) != getattr(first, name) for post in posts.values())]
+    first = next(iter(intents.values()))
+    names = [name for name in fields if any(getattr(intent, name) != getattr(first, name) for intent in intents.values())]
     if names:
         more = " If these lines are meant to meet, use sw.debug_mode(lines=False)." if names == ["line"] else ""
         return (
-            f"the ranks are about to do different communications:\n{_listed(posts)}\n"
+            f"the ranks are about to do different communications:\n{_listed(intents)}\n"
             f"They differ in {', '.join(MUST[name] for name in names)}.{more}"
         )
-    for rank, other in product(posts, posts):
-        sent, expected = posts[rank].send.get(str(other), []), posts[other].receive.get(str(rank), [])
+    for rank, other in product(intents, intents):
+        sent, expected = intents[rank].send.get(str(other), []), intents[other].receive.get(str(rank), [])
         if sent != expected:
-            both = {rank: posts[rank]._only(other), other: posts[other]._only(rank)}
+            both = {rank: intents[rank]._only(other), other: intents[other]._only(rank)}
             what, instead = (" and ".join(several) or "nothing" for several in (sent, expected))
             return f"rank {rank} is about to send {what} to rank {other}, which expects {instead}:\n{_listed(both)}"
     return ""
 
 
-def _listed(posts: dict[int, Post]) -> str:
-    """A line for each post, with all ranks that left it."""
+def _listed(intents: dict[int, Intent]) -> str:
+    """A line for each intent, with all ranks that left it."""
     ranks: dict[str, list[int]] = {}
-    for rank, post in posts.items():
-        ranks.setdefault(str(post), []).append(rank)
+    for rank, intent in intents.items():
+        ranks.setdefault(str(intent), []).append(rank)
     return "\n".join(f"  {_named(several)}: {text}" for text, several in ranks.items())
 
 
@@ -130,11 +126,11 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 class Standing(NamedTuple):
-    """Where a rank stands: how many steps it took, its last post, how many meetings of each name it came to, and the names and
-    numbers of those that it came to last, where it may wait for others."""
+    """Where a rank stands: how many steps it took, its last intent, how many meetings of each name it came to, and the names
+    and numbers of those that it came to last, where it may wait for others."""
 
     step: int
-    post: Post
+    intent: Intent
     came: dict[str, int]
     last: list[list[Any]]
 
@@ -145,8 +141,8 @@ class Standing(NamedTuple):
     @staticmethod
     def read(text: bytes) -> Standing:
         """What such a text tells."""
-        step, post, came, last = json.loads(text)
-        return Standing(step, Post(*post), came, last)
+        step, intent, came, last = json.loads(text)
+        return Standing(step, Intent(*intent), came, last)
 
     def awaits(self, rank: int, other: Standing) -> bool:
         """Whether another rank has not come yet to where this one came last."""
@@ -160,11 +156,6 @@ def _members(name: str) -> list[int]:
 
 def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:2000]
-
-
-def _gone(error: Exception) -> str:
-    reason = str(error).partition("\n")[0]
-    return f"the job's store is gone, so the process that held it has ended ({reason}); look for its own error"
 
 
 # ── the session ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -182,37 +173,37 @@ class Session:
 
     def __init__(self, timeout: float | None, lines: bool) -> None:
         timeout = job_timeout().total_seconds() if timeout is None else timeout
-        number = _sessions[dist.group.WORLD] = _sessions.get(dist.group.WORLD, 0) + 1
         self.job, self.rank, self.timeout = dist.group.WORLD, dist.get_rank(), timeout
         self.fields = tuple(name for name in MUST if lines or name != "line")
         self.warned: set[str] = set()  # lines of sums that are not finite
-        self._store: Any = job_store(f"shardwise/debug/{number}")
+        self._store: Any = topic_store("debug")
         self._came: Counter[str] = Counter()
         self._step = 0
-        self._heard: dict[int, tuple[int, float]] = {}
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._pulses: dict[int, Pulse] = {}
+        self._lock = threading.Lock()
         self._store.set(f"process/{self.rank}", this_process())
-        self._store.set(f"at/{self.rank}", Standing(0, Post("none"), {}, []).written())
-        self._life = threading.Thread(target=self._live, daemon=True, name="shardwise-debug")
-        self._life.start()
+        self._store.set(f"at/{self.rank}", Standing(0, Intent("none"), {}, []).written())
+        self._life = Heartbeat(self._store, f"beat/{self.rank}", BEAT)
         atexit.register(self._end_of_program)
 
     def enter(self) -> None:
         """Wait for all ranks of the job: one that left before others entered would not hear of their errors."""
-        self.agree(Post("sw.debug_mode()", line=str(caller())), [range(dist.get_world_size())], ("kind",))
+        self.agree(Intent("sw.debug_mode()", line=str(caller())), [range(dist.get_world_size())], ("kind",))
 
-    def meet(self, post: Post, meetings: Sequence[Iterable[int]]) -> list[dict[int, Post]]:
-        """Leave a post for each of several sets of ranks, this one among them; what all of each set left, when all have."""
+    def meet(self, intent: Intent, meetings: Sequence[Iterable[int]]) -> list[dict[int, Intent]]:
+        """Leave an intent for each of several sets of ranks, this one among them; what all of each set left, when all have."""
         with self._lock:
             try:
-                return self._meet(post, [",".join(map(str, sorted(ranks))) for ranks in meetings])
+                return self._meet(intent, [",".join(map(str, sorted(ranks))) for ranks in meetings])
             except dist.DistError as error:
-                raise MismatchError(f"rank {self.rank} was about to do {post}, and {_gone(error)}") from error
+                raise MismatchError(
+                    f"rank {self.rank} was about to do {intent}, and {store_gone(error, 'look for its own error')}"
+                ) from error
 
-    def agree(self, post: Post, meetings: Sequence[Iterable[int]], fields: Iterable[str]) -> None:
+    def agree(self, intent: Intent, meetings: Sequence[Iterable[int]], fields: Iterable[str]) -> None:
         """Come to meetings, and raise, as all others will, if what is left there does not fit together."""
-        for posts in self.meet(post, meetings):
-            text = difference(posts, fields)
+        for intents in self.meet(intent, meetings):
+            text = difference(intents, fields)
             if text:
                 raise MismatchError(self._blame(text))
 
@@ -248,23 +239,22 @@ class Session:
     def end(self) -> None:
         """Give no more signs of life."""
         atexit.unregister(self._end_of_program)
-        self._ended.set()
-        self._life.join(BEAT)
+        self._life.stop()
 
     # ── meetings ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _meet(self, post: Post, names: list[str]) -> list[dict[int, Post]]:
+    def _meet(self, intent: Intent, names: list[str]) -> list[dict[int, Intent]]:
         self._came.update(names)
         self._step += 1
-        standing = Standing(self._step, post, self._came, [[name, self._came[name]] for name in names])
+        standing = Standing(self._step, intent, self._came, [[name, self._came[name]] for name in names])
         keys = {f"{name}/{number}/{rank}": rank for name, number in standing.last for rank in _members(name)}
-        told = {key: json.dumps(post) for key, rank in keys.items() if rank == self.rank}
+        told = {key: json.dumps(intent) for key, rank in keys.items() if rank == self.rank}
         told[f"at/{self.rank}"] = standing.written()
         self._store.multi_set(list(told), list(told.values()))
         try:
             why = self._wait(keys, standing)
         except BaseException as error:
-            self._give_up(standing, f"rank {self.rank} raised {_short(error)}, and was about to do {post}")
+            self._give_up(standing, f"rank {self.rank} raised {_short(error)}, and was about to do {intent}")
             raise
         words = {self._word(name, number, "stop" if why else "go") for name, number in standing.last}
         if words != {"go"}:
@@ -272,7 +262,7 @@ class Session:
         left = dict(zip(keys, self._store.multi_get(list(keys)), strict=True))
         self._forget(standing)
         named = [(name, f"{name}/{number}") for name, number in standing.last]
-        return [{rank: Post(*json.loads(left[f"{key}/{rank}"])) for rank in _members(name)} for name, key in named]
+        return [{rank: Intent(*json.loads(left[f"{key}/{rank}"])) for rank in _members(name)} for name, key in named]
 
     def _word(self, name: str, number: int, word: str) -> str:
         """The first word about a meeting: go or stop."""
@@ -293,7 +283,7 @@ class Session:
                     self._store.delete_key(f"{name}/{number - 1}/word")
 
     def _wait(self, keys: dict[str, int], standing: Standing) -> str:
-        """Wait for all posts; nothing, or why they will not come."""
+        """Wait for all intents; nothing, or why they will not come."""
         every = list(keys)
         start = looked = time.monotonic()
         while not self._store.check(every):
@@ -323,7 +313,7 @@ class Session:
             found = [(rank, "lives") if self._at(rank) else (rank, "is not here") for rank in late]
             more = f"\nThey did not within {waited:.1f} s; if they are only slow, allow more by sw.debug_mode(timeout=...)."
         lines = [f"  rank {rank} {how}; {self._last(rank)}" for rank, how in found]
-        head = f"rank {self.rank} waits for {_named(late)}:\n  rank {self.rank}: {standing.post}\n"
+        head = f"rank {self.rank} waits for {_named(late)}:\n  rank {self.rank}: {standing.intent}\n"
         return self._blame(head + "\n".join(lines) + more) if found else ""
 
     def _blame(self, text: str) -> str:
@@ -341,7 +331,7 @@ class Session:
 
     def _last(self, rank: int) -> str:
         at = self._at(rank)
-        return "it has not entered sw.debug_mode()" if at is None else f"its last communication in the block: {at.post}"
+        return "it has not entered sw.debug_mode()" if at is None else f"its last communication in the block: {at.intent}"
 
     def _death(self, rank: int) -> str:
         """How a rank of the session has died; nothing if it lives. On this host its process is looked for. Elsewhere it has
@@ -350,13 +340,11 @@ class Session:
             return ""
         if (ended := has_ended(self._store.get(f"process/{rank}").decode())) is not None:
             return "died: its process has ended" if ended else ""
-        beats, now = int(self._store.add(f"beat/{rank}", 0)), time.monotonic()
-        if rank not in self._heard or self._heard[rank][0] != beats:
-            self._heard[rank] = (beats, now)
-        silent = now - self._heard[rank][1] > max(self.timeout, 4 * BEAT)
-        return "shows no life: its process has ended or hangs" if silent else ""
+        pulse = self._pulses.setdefault(rank, Pulse(self._store, f"beat/{rank}"))
+        is_silent = pulse.silence() > max(self.timeout, 4 * BEAT)
+        return "shows no life: its process has ended or hangs" if is_silent else ""
 
-    def _ring(self, standing: Standing) -> dict[int, Post]:
+    def _ring(self, standing: Standing) -> dict[int, Intent]:
         """Ranks that wait for each other in a ring, with what for; none if there are none.
 
         They are looked at one after the other, so that some may have moved meanwhile: it is a ring if they stand there still.
@@ -378,14 +366,9 @@ class Session:
             rank = next(other for other in waits[rank] if other in waits)
         ring = ring[ring.index(rank) :] if ring else []
         moved = any(other != self.rank and self._at(other) != seen[other] for other in ring)
-        return {} if moved else {other: seen[other].post for other in sorted(ring)}
+        return {} if moved else {other: seen[other].intent for other in sorted(ring)}
 
     # ── life and end ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _live(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it everyone who would listen
-            while not self._ended.wait(BEAT):
-                self._store.add(f"beat/{self.rank}", 1)
 
     def _say_end(self, how: str) -> None:
         with contextlib.suppress(RuntimeError):
@@ -426,10 +409,10 @@ class Session:
 class Checks:
     """What a block of `debug_mode` asks for, and its session, which begins when there is a job."""
 
-    __slots__ = ("_begun", "_session", "lines", "timeout")
+    __slots__ = ("_session", "lines", "timeout")
 
-    def __init__(self, timeout: float | None, lines: bool, begun: Callable[[Session], None]) -> None:
-        self.timeout, self.lines, self._begun = timeout, lines, begun
+    def __init__(self, timeout: float | None, lines: bool) -> None:
+        self.timeout, self.lines = timeout, lines
         self._session: Session | None = None
 
     def session(self) -> Session | None:
@@ -440,7 +423,6 @@ class Checks:
         if self._session is None and in_job():
             self._session = Session(self.timeout, self.lines)
             self._session.enter()
-            self._begun(self._session)
         return self._session
 
     def leave(self, error: BaseException | None) -> None:

@@ -5,17 +5,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from ..._torch.groups import job_store
-from ...comm.failures import has_ended, this_process
+from ...comm.store import Heartbeat, Pulse, has_ended, store_gone, this_process, topic_store
 from ...errors import CompileError
 
 #: Seconds between two signs of life of a rank that compiles.
@@ -29,38 +25,25 @@ _SOON, _LATER = 0.02, 0.5
 _CHUNK = 4 << 20
 _REMEDY = "look for its own error in the job's output, and start the job again"
 
-#: For each job, how often each thing was done: doing it once more is a new thing, under a name that all ranks know.
-_counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
-
 
 class Post:
     """Named bytes in the job's store. The same topic again, in the same job, starts empty."""
 
     def __init__(self, topic: str) -> None:
-        times = _counts.setdefault(dist.group.WORLD, Counter())
-        times[topic] += 1
-        self._store: Any = job_store(f"shardwise/{topic}/{times[topic]}")
+        self.store: Any = topic_store(topic)
 
     def put(self, name: str, data: bytes) -> None:
         """Leave bytes of any size; they are seen all at once."""
         chunks = [data[at : at + _CHUNK] for at in range(0, len(data), _CHUNK)]
         for index, chunk in enumerate(chunks):
-            self._store.set(f"{name}/{index}", chunk)
-        self._store.set(name, str(len(chunks)))
+            self.store.set(f"{name}/{index}", chunk)
+        self.store.set(name, str(len(chunks)))
 
     def get(self, name: str) -> bytes | None:
         """What was left under a name, or None."""
-        if not self._store.check([name]):
+        if not self.store.check([name]):
             return None
-        return b"".join(self._store.get(f"{name}/{index}") for index in range(int(self._store.get(name))))
-
-    def count(self, name: str) -> int:
-        """Count one more; how many that makes."""
-        return int(self._store.add(name, 1))
-
-    def counted(self, name: str) -> int:
-        """How many were counted."""
-        return int(self._store.get(name)) if self._store.check([name]) else 0
+        return b"".join(self.store.get(f"{name}/{index}") for index in range(int(self.store.get(name))))
 
     def wait(self, names: tuple[str, ...], give_up: Callable[[float], str | None]) -> tuple[str, bytes]:
         """The first of the names under which something is left, and what; `give_up(seconds)` may tell why to wait no longer."""
@@ -82,29 +65,26 @@ class Election:
 
     def __init__(self, key: str, timeout: float) -> None:
         self.key, self.timeout = key, timeout
-        self._ended = threading.Event()
-        self._heard, self._leader = (0, 0.0), "?"
+        self._life: Heartbeat | None = None
+        self._leader = "?"
         try:
             self._post = Post(f"compile/{key}")
-            self.leads = self._post.count("claims") == 1
+            self.leads = self._post.store.add("claims", 1) == 1
             if self.leads:
                 self._post.put("process", this_process().encode())
                 self._post.put("leader", str(dist.get_rank()).encode())
         except dist.DistError as error:
-            raise CompileError(f"rank {dist.get_rank()} cannot ask who compiles program {key}: {_gone(error)}") from None
+            raise CompileError(
+                f"rank {dist.get_rank()} cannot ask who compiles program {key}: {store_gone(error, _REMEDY)}"
+            ) from None
+        self._pulse = Pulse(self._post.store, "beats")
         if self.leads:
-            threading.Thread(target=self._live, daemon=True, name="shardwise-compiles").start()
-
-    def _live(self) -> None:
-        try:
-            while not self._ended.wait(BEAT):
-                self._post.count("beats")
-        except dist.DistError:
-            return  # the store is gone, and with it everyone who would listen
+            self._life = Heartbeat(self._post.store, "beats", BEAT)
 
     def end(self) -> None:
         """Stop telling that this rank lives."""
-        self._ended.set()
+        if self._life is not None:
+            self._life.stop()
 
     def fail(self, error: BaseException) -> None:
         """Leave the others word of why there is nothing."""
@@ -120,17 +100,15 @@ class Election:
         try:
             name, found = self._post.wait(("made", "error"), self._give_up)
         except dist.DistError as error:
-            raise CompileError(f"{self._waiting()}, and {_gone(error)}") from None
+            raise CompileError(f"{self._waiting()}, and {store_gone(error, _REMEDY)}") from None
         if name == "error":
             self._leader = (self._post.get("leader") or b"?").decode()
             raise CompileError(f"{self._waiting()}, and it failed there with {found.decode()}")
         return found
 
     def _give_up(self, waited: float) -> str | None:
-        beats, self._leader = self._post.counted("beats"), (self._post.get("leader") or b"?").decode()
-        if beats != self._heard[0]:
-            self._heard = (beats, waited)
-        silent, process = waited - self._heard[1], self._post.get("process")
+        self._leader = (self._post.get("leader") or b"?").decode()
+        silent, process = self._pulse.silence(), self._post.get("process")
         ended = None if process is None else has_ended(process.decode())
         if ended or (ended is None and silent > SILENCE):
             return (
@@ -146,8 +124,3 @@ class Election:
 
     def _waiting(self) -> str:
         return f"rank {dist.get_rank()} waited for rank {self._leader} to compile program {self.key}"
-
-
-def _gone(error: Exception) -> str:
-    reason = str(error).partition("\n")[0]
-    return f"the job's store is gone, so the process that held it has ended ({reason}); {_REMEDY}"

@@ -1,0 +1,117 @@
+"""`Communication`: one communication that is about to happen, as logs record it and as ranks compare it in debug mode.
+
+Made where a transport or a process group is asked for it. Knows nothing of logs and sessions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...layouts.dtypes import DTYPES
+from ...layouts.layout import PerRank
+from ...layouts.mesh import Mesh
+from ..messages import Batch
+from ..simulated import Bundle
+from ..transport import Counts
+
+#: The shape and the dtype of one message.
+Content = tuple[Sequence[int], torch.dtype]
+#: For a place of the mesh: the messages that it sends to, or receives from, each other place, in order.
+Messages = Callable[[int], Mapping[int, Sequence[Content]]]
+
+#: Bytes that one rank of a group of `n` receives when each holds `size` bytes, by a good algorithm.
+_RECEIVED: dict[str, Callable[[int, int], int]] = {
+    "all_reduce": lambda size, n: 2 * size * (n - 1) // n,
+    "all_gather": lambda size, n: size * (n - 1),
+    "reduce_scatter": lambda size, n: size * (n - 1) // n,
+    "broadcast": lambda size, n: size,
+    "shapes": lambda size, n: size * (n - 1),
+}
+
+
+class Communication(NamedTuple):
+    """What is communicated, over which axes of a mesh, for which operator.
+
+    tensors        what this rank gives to a collective
+    detail         the reduction, as `sum`, or who broadcasts
+    send, receive  where ranks send each other different amounts: the messages of each place
+    places         the places whose messages are known here
+    alone          whether a rank knows its own messages only
+    line           the user's line, where a captured program knows it
+    """
+
+    kind: str
+    mesh: Mesh
+    axes: tuple[str, ...]
+    operator: str = ""
+    tensors: Sequence[Tensor] = ()
+    detail: str = ""
+    send: Messages | None = None
+    receive: Messages | None = None
+    places: Iterable[int] = ()
+    alone: bool = False
+    line: str = ""
+
+    def received(self) -> int:
+        """The bytes that the worst rank receives from others; -1 where no rank does."""
+        if self.receive is not None:
+            return max(_from_others(self.receive(place), place) for place in self.places)
+        ranks = len(self.mesh.peers(0, self.axes))
+        return _RECEIVED[self.kind](sum(map(self._size, self.tensors)), ranks) if ranks > 1 else -1
+
+    def _size(self, x: Tensor) -> int:
+        """The bytes of the largest shard; where ranks tell their shapes, those of a shape."""
+        if self.kind == "shapes":
+            return 8 * (x.ndim + 1)
+        return x.element_size() * max(shard.numel() for shard in (x.shards if isinstance(x, Bundle) else (x,)))
+
+    def value(self) -> str:
+        """What this rank gives, as text."""
+        if self.kind == "shapes":
+            return DTYPES.get(self.tensors[0].dtype, str(self.tensors[0].dtype))
+        return "" if self.send is not None else " and ".join(shown(x.shape, x.dtype) for x in self.tensors)
+
+
+def shown(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """A tensor as `f32[4, 2]`."""
+    return f"{DTYPES.get(dtype, str(dtype))}[{', '.join(map(str, shape))}]"
+
+
+def rows_for_each(counts: Counts, mesh: Mesh, axes: tuple[str, ...], x: Tensor) -> Messages:
+    """Messages to or from each of a group, of so many rows of a tensor."""
+    rest, dtype = x.shape[1:], x.dtype
+
+    def at(place: int) -> Mapping[int, Sequence[Content]]:
+        here = counts.at(place) if isinstance(counts, PerRank) else counts
+        return {peer: [((n, *rest), dtype)] for peer, n in zip(mesh.root.peers(place, axes), here, strict=True)}
+
+    return at
+
+
+def batch_messages(sent: Sequence[Tensor], batch: Batch) -> tuple[Messages, Messages]:
+    """What each place sends in a batch, as far as this rank knows it, and what it receives."""
+
+    def going(place: int) -> Mapping[int, Sequence[Content]]:
+        return _grouped((goal, (tuple(sent[i].shape), sent[i].dtype)) for i, goal in batch.going(place))
+
+    def coming(place: int) -> Mapping[int, Sequence[Content]]:
+        return _grouped((source, (batch.shape(i, place), batch.dtypes[i])) for i, source in batch.coming(place))
+
+    return going, coming
+
+
+def _grouped(messages: Iterable[tuple[int, Content]]) -> Mapping[int, Sequence[Content]]:
+    found: dict[int, list[Content]] = {}
+    for place, content in messages:
+        found.setdefault(place, []).append(content)
+    return found
+
+
+def _from_others(messages: Mapping[int, Sequence[Content]], place: int) -> int:
+    others = [content for other, several in messages.items() if other != place for content in several]
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in others) if others else -1

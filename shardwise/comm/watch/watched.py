@@ -1,0 +1,172 @@
+"""`trace_comm`, `debug_mode`, and `Watched`: the one transport around another that tells both of every communication.
+
+Reads what is asked of the transport, or by compiled programs of process groups. Changes nothing of what is communicated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ...base.argument_checks import flag, number, optional
+from ...layouts.mesh import Mesh, group_named
+from ..aliases import listening
+from ..delivery import arrived
+from ..listener import asked, expected
+from ..messages import Batch
+from ..transport import Counts, Transport
+from .communication import Communication, batch_messages, rows_for_each
+from .debug import compare_fact, compared, current_session, finish
+from .log import Log, Watch, record, watching
+from .meeting import Checks, Session
+
+
+@contextlib.contextmanager
+def trace_comm() -> Iterator[Log]:
+    """Record every communication inside the block, that of programs which were captured, compiled or loaded too. (Of simulated
+    ranks such a program is one of one process, which communicates nothing.) On processes, a program whose threads communicate
+    enters a first block before it starts them.
+
+    >>> with trace_comm() as log:
+    ...     pass
+    >>> log.counts(), log.bytes
+    ({}, 0)
+    """
+    log, now = Log(), watching.get() or Watch()
+    with watching.set(now._replace(logs=(*now.logs, log))), listening(_overheard):
+        yield log
+
+
+@contextlib.contextmanager
+def debug_mode(timeout: float | None = None, lines: bool = True) -> Iterator[None]:
+    """Inside the block the ranks of a job compare what they are about to communicate, each time before they do: the operator,
+    the group, shapes and dtype, and the line of the program. Where they differ every rank raises the same `MismatchError`,
+    with what each was about to do, instead of waiting forever; and where a rank does not come any more, because it raised,
+    left the block, ended or died, or because ranks wait for each other.
+
+    `timeout` is for how many seconds a rank that lives is waited for: by default, the time-out of the job. `lines=False` lets
+    ranks meet from different lines. All ranks of the job enter and leave the block together. Programs that were captured,
+    compiled or loaded from a package are compared too. So are, outside of these, the values of plain tensors that operators
+    take for replicated, and what random numbers are made of. A rank that adds infinities or nan up warns, once for a line: such
+    sums may differ from those of one device. Not seen are the collectives that the program asks of
+    torch.distributed itself, and the making of groups. A rank that skips one of several communications of the same line and
+    shapes is found when it leaves the block. In a simulated world there is nothing to compare.
+
+    >>> with debug_mode(timeout=60):
+    ...     pass
+    """
+    optional(number, timeout, "debug_mode: timeout", 0.0)
+    flag(lines, "debug_mode: lines")
+    now = watching.get() or Watch()
+    if now.checks is not None:
+        yield  # blocks inside one another are one
+        return
+    checks = Checks(None if timeout is None else float(timeout), lines)
+    with listening(_overheard):
+        try:
+            checks.session()
+            with watching.set(now._replace(checks=checks)):
+                yield
+        except BaseException as error:
+            checks.leave(error)
+            raise
+        checks.leave(None)
+
+
+@contextlib.contextmanager
+def _around(communication: Communication, session: Session | None) -> Iterator[None]:
+    """Around a communication: it is written into the active logs and, with a session of debug mode, compared first."""
+    record(communication)
+    with contextlib.nullcontext() if session is None else compared(session, communication), asked.set(True):
+        yield
+
+
+def _overheard(
+    alias: str, kind: str, detail: str, tensors: Sequence[Tensor], rows: tuple[list[int], list[int]] | None
+) -> contextlib.AbstractContextManager[None]:
+    """Around a collective that a program asks of a group by its alias, on whatever thread runs the program; `rows` go to and
+    come from each rank of the group, where they say so."""
+    if watching.get() is None:
+        return contextlib.nullcontext()
+    (mesh, axes), (operator, line) = group_named(alias), expected()
+    what = Communication(kind, mesh, axes, operator, tensors, detail, line=line)
+    if rows is not None:
+        send, receive = (rows_for_each(tuple(counts), mesh, axes, tensors[0]) for counts in rows)
+        what = what._replace(send=send, receive=receive, places=(mesh.place(dist.get_rank()) or 0,))
+    return _around(what, current_session())
+
+
+def watched_transport(transport: Transport, world: str, operator: str, watch: Watch) -> Transport:
+    """A transport that tells logs and debug mode of every communication, on behalf of an operator."""
+    session = watch.checks.session() if watch.checks is not None and world == "processes" else None
+    return cast(Transport, Watched(transport, operator, session)) if watch.logs or session is not None else transport
+
+
+class Watched:
+    """A transport around another one. What communicates is recorded and compared, then passed on; all else is the other's."""
+
+    __slots__ = ("_operator", "_session", "_transport")
+
+    def __init__(self, transport: Transport, operator: str, session: Session | None) -> None:
+        self._transport, self._operator, self._session = transport, operator, session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def _about(
+        self, kind: str, x: Tensor, mesh: Mesh, axes: tuple[str, ...], **more: Any
+    ) -> contextlib.AbstractContextManager[None]:
+        session = None if self._session is None or self._transport.traced(x) else self._session
+        return _around(Communication(kind, mesh, axes, self._operator, (x,), **more), session)
+
+    def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Watch, then reduce."""
+        with self._about("all_reduce", x, mesh, axes, detail=kind):
+            return self._transport.all_reduce(x, kind, mesh, axes)
+
+    def all_gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Watch, then gather."""
+        with self._about("all_gather", x, mesh, axes):
+            return self._transport.all_gather(x, mesh, axes)
+
+    def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Watch, then reduce and scatter."""
+        with self._about("reduce_scatter", x, mesh, axes, detail=kind):
+            return self._transport.reduce_scatter(x, kind, mesh, axes)
+
+    def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        """Watch, with what each sends and what the other expects, then exchange."""
+        going, coming = (rows_for_each(counts, mesh, axes, x) for counts in (send, receive))
+        with self._about("all_to_all", x, mesh, axes, send=going, receive=coming, places=range(len(mesh.ranks))):
+            return self._transport.all_to_all(x, send, receive, mesh, axes)
+
+    def exchange(self, sent: Sequence[Tensor], batch: Batch) -> list[Tensor]:
+        """Watch, then begin to send and receive; in debug mode, ranks that know their own messages only wait for them here."""
+        send, receive = batch_messages(sent, batch)
+        what = Communication("exchange", batch.mesh, batch.axes, self._operator, send=send, receive=receive)
+        with _around(what._replace(places=range(len(batch.mesh.ranks)), alone=batch.alone), self._session):
+            outs = self._transport.exchange(sent, batch)
+        if self._session is None or not batch.alone or self._transport.place(batch.mesh) < 0:
+            return outs
+        return finish(lambda: [arrived(out) for out in outs])
+
+    def broadcast(self, x: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
+        """Watch, then broadcast."""
+        with self._about("broadcast", x, mesh, mesh.sorted_axes(mesh.axes)):
+            return self._transport.broadcast(x, mesh, source)
+
+    def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+        """Watch, then ask the ranks for their shapes."""
+        with self._about("shapes", x, mesh, mesh.root.axes):
+            return self._transport.shapes(x, mesh)
+
+    def agree(self, fact: str, mesh: Mesh, due: bool) -> None:
+        """In debug mode, compare there; else as the other transport does."""
+        if self._session is None:
+            self._transport.agree(fact, mesh, due)
+        else:
+            compare_fact(self._session, fact, mesh, self._operator)
