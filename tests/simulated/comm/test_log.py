@@ -47,7 +47,7 @@ def test_each_collective_is_recorded(kind):
         call(transport(MESH, "aten.mm"))
     (record,) = log.records
     assert (record.kind, record.axes, record.bytes, record.operator) == (kind, axes, size, "aten.mm")
-    assert record.source == f"test_record.py:{call.__code__.co_firstlineno}"
+    assert record.source == f"test_log.py:{call.__code__.co_firstlineno}"
     assert log.counts() == {kind: 1}
     assert log.bytes == size
 
@@ -169,7 +169,7 @@ def test_forbid_names_operator_bytes_layouts_and_remedy():
     with communication("forbid"), pytest.raises(CommunicationError) as caught:
         check("aten.mm", 4096, lambda: "f32[8, 16@tp]")
     text = str(caught.value)
-    assert text.startswith("aten.mm at test_record.py:")
+    assert text.startswith("aten.mm at test_log.py:")
     assert "communicates 4,096 bytes: f32[8, 16@tp]. Redistribute its inputs" in text
     assert 'sw.communication("auto")' in text
 
