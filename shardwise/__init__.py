@@ -21,8 +21,8 @@ from .errors import (
 )
 from .kernels.grouped_mm import grouped_mm
 from .kernels.int_pow import int_pow
+from .layouts.from_placements import make_layout as layout
 from .layouts.layout import Layout
-from .layouts.layout import make_layout as layout
 from .layouts.mesh import Mesh
 from .layouts.placement import Partial, Placement, Replicate, Shard, StridedShard
 from .package import Package, export, load_package

@@ -321,7 +321,7 @@ def _powers(base: Tensor, exponent: Tensor, out: Tensor, spare: list[Tensor]) ->
 @functools.cache
 def triton_kernels() -> Any:
     """The kernels for GPUs, if Triton is here; it takes seconds to import."""
-    module = importlib.import_module(".triton_pow", __package__)
+    module = importlib.import_module(".int_pow_triton", __package__)
     return module if module.AVAILABLE else None
 
 

@@ -9,11 +9,11 @@ import math
 from collections.abc import Sequence
 
 from ..errors import LayoutError
-from .factor import Dim, Factor, Part, chunks, cut, factors_of, parts_of, read_part, whole
+from .factor import Dim, Factor, Part, chunks, factors_of, parts_of, read_part, sharded, whole
 from .mesh import Mesh
 from .placement import Shard, StridedShard
 
-#: The axes that sharding a dim, each with its placement, in the order of the placements.
+#: The axes that shard a dim, each with its placement, in the order of the placements.
 Shards = Sequence[tuple[str, Shard]]
 
 
@@ -27,7 +27,7 @@ def dim_of(size: int, shards: Shards, mesh: Mesh) -> list[Factor]:
     """
     strided = [shard for _, shard in shards if isinstance(shard, StridedShard)]
     if any(shard.parts for shard in strided):
-        return _told(size, shards, mesh)
+        return _from_parts(size, shards, mesh)
     return _split(size, shards, mesh) if strided else [_nested(size, shards, mesh)]
 
 
@@ -40,9 +40,9 @@ def shards_of(index: int, dim: Dim, mesh: Mesh) -> dict[str, Shard]:
             return dict.fromkeys(axes, Shard(index))
         step = len(sizes) // mesh.axis_sizes[axes[0]]
         first = Shard(index, tuple(sum(sizes[i : i + step]) for i in range(0, len(sizes), step)))
-        told = {axis: Shard(index) for axis in axes} | {axes[0]: first}
-        if _nested(dim[0].size, tuple(told.items()), mesh).sizes == sizes:
-            return told
+        placed = {axis: Shard(index) for axis in axes} | {axes[0]: first}
+        if _nested(dim[0].size, tuple(placed.items()), mesh).sizes == sizes:
+            return placed
     if any(min(factor.sizes) != max(factor.sizes) for factor in dim):  # no other size is sharded like this
         parts = tuple(Part(f.axes, f.sizes if f.axes else None, f.size) for f in dim)
     return dict.fromkeys(axes, StridedShard(index, "*".join(part.text for part in parts)))
@@ -72,7 +72,7 @@ def _nested(size: int, shards: Shards, mesh: Mesh) -> Factor:
     sizes: tuple[int, ...] = (size,)
     for position, (axis, shard) in enumerate(shards):
         if shard.sizes is None:
-            sizes = tuple(piece for n in sizes for piece in chunks(n, mesh.axis_sizes[axis]))
+            sizes = tuple(part for n in sizes for part in chunks(n, mesh.axis_sizes[axis]))
         elif position:
             raise LayoutError(f"explicit sizes on axis {axis!r}: only the first axis on a dim can have them")
         elif len(shard.sizes) != mesh.axis_sizes[axis] or sum(shard.sizes) != size or min(shard.sizes) < 0:
@@ -85,7 +85,7 @@ def _nested(size: int, shards: Shards, mesh: Mesh) -> Factor:
     return Factor(size, tuple(axis for axis, _ in shards), sizes)
 
 
-def _told(size: int, shards: Shards, mesh: Mesh) -> list[Factor]:
+def _from_parts(size: int, shards: Shards, mesh: Mesh) -> list[Factor]:
     """As the parts say, which every axis on the dim has to carry."""
     first = next(shard for _, shard in shards if isinstance(shard, StridedShard))
     parts = [read_part(text) for text in first.parts.split("*")]
@@ -115,7 +115,7 @@ def _split(size: int, shards: Shards, mesh: Mesh) -> list[Factor]:
     dim = [whole(size)]
     for position, (axis, shard) in enumerate(shards):
         skip = shard.split_factor if isinstance(shard, StridedShard) else 1
-        dim = _cut_behind(dim, skip, cut(mesh.axis_sizes[axis], (axis,), mesh), position == len(shards) - 1)
+        dim = _shard_behind(dim, skip, sharded(mesh.axis_sizes[axis], (axis,), mesh), position == len(shards) - 1)
         if not dim:
             raise LayoutError(
                 f"{shard} on axis {axis!r}: a dim of {size} does not fall into {skip} equal stretches for each of "
@@ -124,7 +124,7 @@ def _split(size: int, shards: Shards, mesh: Mesh) -> list[Factor]:
     return dim
 
 
-def _cut_behind(dim: list[Factor], skip: int, by: Factor, last: bool) -> list[Factor]:
+def _shard_behind(dim: list[Factor], skip: int, by: Factor, last: bool) -> list[Factor]:
     """The factors with one more sharding: of what nothing shards yet, behind the first `skip`; none where that does not work
     out."""
     for place, factor in enumerate(dim):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 from urllib.parse import unquote
 
 from torch import SymInt
 
 from .._torch.symbols import quotient
+from ..base.caches import memo
 from .mesh import Mesh, quote
 
 #: An interval of indices: its first, and the one after its last.
@@ -20,16 +22,25 @@ Run = tuple[int, int]
 
 
 class Factor(NamedTuple):
-    """A factor of a dim: its size, the axes that sharding it (major to minor) and the size of each shard in that order."""
+    """A factor of a dim: its size, the axes that shard it (major to minor) and the size of each shard in that order."""
 
     size: int
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
 
     @property
-    def text(self) -> str:
-        """Size, axes and sizes, as in `9@dp:2:3:4`."""
-        return f"{self.size}@{'+'.join(map(quote, self.axes))}:{':'.join(map(str, self.sizes))}"
+    def starts(self) -> tuple[int, ...]:
+        """The first index of each shard, and at the end the size.
+
+        >>> Factor(9, ("dp",), (2, 3, 4)).starts
+        (0, 2, 5, 9)
+        """
+        return _starts(self.sizes)
+
+    def interval(self, shard: int) -> Run:
+        """The indices that a shard holds: its first, and the one after its last."""
+        starts = _starts(self.sizes)
+        return starts[shard], starts[shard + 1]
 
     def describe(self, mesh: Mesh) -> str:
         """`8`, `8@dp`, `16@(tp,dp)`, `9@dp{2,3,4}`."""
@@ -41,6 +52,11 @@ class Factor(NamedTuple):
 
 
 Dim = tuple[Factor, ...]
+
+
+@memo("starts of shards", limit=8192)
+def _starts(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(accumulate(sizes, initial=0))
 
 
 def whole(size: int) -> Factor:
@@ -70,7 +86,7 @@ def chunks(size: int, count: int) -> list[int]:
     return [max(0, min(step, size - step * i)) for i in range(count)]
 
 
-def cut(size: int, axes: Sequence[str], mesh: Mesh) -> Factor:
+def sharded(size: int, axes: Sequence[str], mesh: Mesh) -> Factor:
     """A factor sharded by `axes` into default chunks."""
     return Factor(size, tuple(axes), default_sizes(size, [mesh.axis_sizes[axis] for axis in axes]))
 
@@ -82,9 +98,13 @@ def shard_runs(dim: Dim, shards: Sequence[int]) -> list[Run]:
     [(2, 4), (6, 8)]
     """
     runs = [(0, 1)]
+    if len(dim) == 1:
+        start, stop = dim[0].interval(shards[0])
+        return [(start, stop)] if start < stop else []
     for factor, index in zip(dim, shards, strict=True):
-        start, size = sum(factor.sizes[:index]), factor.sizes[index]
-        runs = [(i * factor.size + start, i * factor.size + start + size) for lo, hi in runs for i in range(lo, hi) if size]
+        start, stop = factor.interval(index)
+        bases = [i * factor.size for low, high in runs for i in range(low, high)] if start < stop else []
+        runs = [(base + start, base + stop) for base in bases]
     return _joined(runs)
 
 
@@ -103,16 +123,12 @@ def canonical(factors: Iterable[Factor]) -> Dim:
         return (Factor(0, tuple(a for f in factors for a in f.axes), (0,) * shards),)
     merged: list[Factor] = []
     for factor in factors:
-        if merged and _mergeable(merged[-1], factor):
+        if merged and (not factor.axes or max(merged[-1].sizes) <= 1):
             major = merged.pop()
             sizes = tuple(a * b for a in major.sizes for b in factor.sizes)
             factor = Factor(major.size * factor.size, major.axes + factor.axes, sizes)
         merged.append(factor)
     return tuple(merged) or (whole(1),)
-
-
-def _mergeable(major: Factor, minor: Factor) -> bool:
-    return not minor.axes or max(major.sizes) <= 1
 
 
 def _joined(runs: list[Run]) -> list[Run]:
@@ -129,7 +145,7 @@ def _joined(runs: list[Run]) -> list[Run]:
 
 
 class Part(NamedTuple):
-    """A factor without its size: the axes that sharding it; the size of each shard where they are not the default chunks; its
+    """A factor without its size: the axes that shard it; the size of each shard where they are not the default chunks; its
     size where the dim has several factors (none for the first, which is what the others leave of the dim)."""
 
     axes: tuple[str, ...]
@@ -138,7 +154,7 @@ class Part(NamedTuple):
 
     def factor(self, size: int, mesh: Mesh) -> Factor:
         """The factor of this part at a size."""
-        return cut(size, self.axes, mesh) if self.sizes is None else Factor(size, self.axes, self.sizes)
+        return sharded(size, self.axes, mesh) if self.sizes is None else Factor(size, self.axes, self.sizes)
 
     @property
     def text(self) -> str:
@@ -154,8 +170,8 @@ def read_part(text: str) -> Part:
     >>> read_part("8@tp+dp"), [read_part(text).text for text in ("_", "8", "@dp:2:3:4")]
     (Part(axes=('tp', 'dp'), sizes=None, size=8), ['_', '8', '@dp:2:3:4'])
     """
-    size, _, cuts = text.partition("@")
-    axes, *sizes = cuts.split(":")
+    size, _, shards = text.partition("@")
+    axes, *sizes = shards.split(":")
     names = tuple(map(unquote, axes.split("+"))) if axes else ()
     return Part(names, tuple(map(int, sizes)) if sizes else None, int(size) if size.isdigit() else None)
 
@@ -179,3 +195,20 @@ def factors_of(parts: Sequence[Part], size: int, mesh: Mesh) -> list[Factor]:
     rest = math.prod(part.size for part in parts[1:] if part.size is not None)
     first = parts[0].factor(quotient(size, rest) if rest > 1 else size, mesh)
     return [first, *(part.factor(part.size, mesh) for part in parts[1:] if part.size is not None)]
+
+
+def write_parts(mesh: Mesh, dims: Iterable[Sequence[Part]], partials: Iterable[tuple[str, str]]) -> str:
+    """A mesh, the parts of every dim and the axes with partial values as three words."""
+    parts = ",".join("*".join(part.text for part in dim) for dim in dims)
+    return f"{mesh.text} [{parts}] {','.join(f'{kind}@{quote(axis)}' for axis, kind in partials)}"
+
+
+def read_parts(dims: str, partials: str) -> tuple[tuple[tuple[Part, ...], ...], tuple[tuple[str, str], ...]]:
+    """The parts and the partial axes that the last two words of `write_parts` say.
+
+    >>> read_parts("[@dp,_]", "sum@tp")
+    (((Part(axes=('dp',), sizes=None, size=None),), (Part(axes=(), sizes=None, size=None),)), (('tp', 'sum'),))
+    """
+    parts = [tuple(map(read_part, dim.split("*"))) for dim in dims[1:-1].split(",")] if dims != "[]" else []
+    words = [word.split("@") for word in partials.split(",") if word]
+    return tuple(parts), tuple((unquote(axis), kind) for kind, axis in words)

@@ -1,36 +1,50 @@
 """Layout: what every rank holds of a global tensor. Immutable, interned (equality is identity), one line when printed.
 
 A dim is an ordered product of *factors*, almost always one. A factor is sharded by an ordered tuple of mesh axes (major to
-minor) into one contiguous interval per shard. An axis that shards nothing replicates, or is partial a reduction (Partial).
+minor) into one contiguous interval per shard. An axis that shards no dim replicates, or holds partial values (`Partial`).
 
 >>> mesh = Mesh(("dp", "tp"), (2, 4), range(8), "cpu", "simulated")
->>> make_layout((8, 16), mesh, [Shard(0), Replicate()])
+>>> Layout.of(mesh, [[sharded(8, ["dp"], mesh)], [whole(16)]])
 f32[8@dp, 16]
->>> make_layout((10, 16), mesh, {"tp": Shard(0, sizes=(1, 2, 3, 4)), "dp": Partial()})
+>>> Layout.of(mesh, [[Factor(10, ("tp",), (1, 2, 3, 4))], [whole(16)]], [("dp", "sum")])
 f32[10@tp{1,2,3,4}, 16 | sum@dp]
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, cast
-from urllib.parse import unquote
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
 from torch import SymInt
 
 from .._torch.compiler import OpaqueBaseMeta, constant_type
-from .._torch.symbols import hint, known
-from ..base.argument_checks import a_dtype, a_text, instance, integer, integers, optional, refuse, several, shown, sizes
+from .._torch.symbols import hint
+from ..base.argument_checks import a_dtype, a_text, instance, integer, integers, optional, refuse, several, shown
 from ..base.caches import intern
-from ..errors import LayoutError, MeshError
-from .dims import dim_of, shards_of, size_of
+from ..errors import LayoutError
+from .dims import shards_of
 from .dtypes import DTYPES
-from .factor import Dim, Factor, Run, canonical, cut, default_sizes, shard_runs, whole
-from .mesh import Mesh, quote
-from .placement import KINDS, Partial, Placement, Replicate, Shard, taken
+from .factor import (
+    Dim,
+    Factor,
+    Run,
+    canonical,
+    default_sizes,
+    factors_of,
+    parts_of,
+    read_parts,
+    shard_runs,
+    sharded,
+    whole,
+    write_parts,
+)
+from .mesh import Mesh
+from .per_rank import Number, PerRank
+from .placement import KINDS, Partial, Placement, Replicate
+from .symbolic import at_hand, guard, has_symbols, refuse_uneven, simplified
 
 __all__ = [
     "Dim",
@@ -38,22 +52,17 @@ __all__ = [
     "Layout",
     "Number",
     "PerRank",
-    "Placements",
     "Run",
     "SymbolicLayout",
     "canonical",
     "contiguous_stride",
-    "cut",
     "default_sizes",
     "dense_stride",
-    "make_layout",
     "restore_layout",
     "shard_runs",
+    "sharded",
     "whole",
-    "whole_shape",
 ]
-
-Placements = Sequence[Placement] | Mapping[str, Placement]
 
 _REPLICATE = Replicate()
 #: What a layout is made of.
@@ -70,32 +79,6 @@ _NOT_OF: dict[str, Callable[[torch.dtype], bool]] = {
     **dict.fromkeys(("max", "min"), lambda dtype: dtype.is_complex),
     **dict.fromkeys(("band", "bor", "bxor"), lambda dtype: dtype.is_floating_point or dtype.is_complex),
 }
-
-
-class PerRank:
-    """A value that depends on the place in the root mesh, computed where it is needed.
-
-    >>> PerRank(lambda place: place * 10).at(3)
-    30
-    """
-
-    __slots__ = ("_function", "_known")
-
-    def __init__(self, function: Callable[[int], Any]) -> None:
-        self._function = function
-        self._known: dict[int, Any] = {}
-
-    def at(self, place: int) -> Any:
-        """The value at a place of the root mesh."""
-        if place not in self._known:
-            self._known[place] = self._function(place)
-        return self._known[place]
-
-
-class Number(PerRank):
-    """An int per place that reaches a kernel as a 0-d tensor, so that no rank's int enters a traced graph."""
-
-    __slots__ = ()
 
 
 class Layout(metaclass=OpaqueBaseMeta):
@@ -143,19 +126,17 @@ class Layout(metaclass=OpaqueBaseMeta):
             placed = tuple([canonical(dim) for dim in dims])
             shape = torch.Size([dim[0].size if len(dim) == 1 else math.prod(f.size for f in dim) for dim in placed])
             strides = contiguous_stride(shape) if stride is None else tuple(stride)
-            pending = tuple(sorted(partials, key=lambda item: mesh.axes.index(item[0])))
+            kinds = tuple(sorted(partials, key=lambda item: mesh.axes.index(item[0])))
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             _refuse_parts(mesh, dims, partials, dtype, stride)
             parts = ", ".join(f"{name} ({allowed})" for name, allowed in _PARTS.items())
             raise LayoutError(f"Layout.of: these parts make no layout, which has {parts}") from error
-        content = (mesh, placed, pending, dtype, strides)
+        content = (mesh, placed, kinds, dtype, strides)
         try:
             found = _layouts.get(content)
         except TypeError:  # a size is a symbol
             return _with_symbols(content)
-        if found is None:
-            found = intern(_layouts, content, lambda: _build(content, shape))
-        return found
+        return found or intern(_layouts, content, lambda: _build(content, shape))
 
     def replace(self, **changes: Any) -> Layout:
         """This layout with some of mesh, dims, partials, dtype, stride changed."""
@@ -171,7 +152,7 @@ class Layout(metaclass=OpaqueBaseMeta):
             self.mesh.sorted_axes(gone)  # which says what is not known
         if not gone & self.states.keys():
             return self
-        dims = [[_uncut(f, gone, self.mesh) for f in dim] for dim in self.dims]
+        dims = [[_without(f, gone, self.mesh) for f in dim] for dim in self.dims]
         return self.replace(dims=dims, partials=[(a, k) for a, k in self.partials if a not in gone])
 
     @property
@@ -191,13 +172,13 @@ class Layout(metaclass=OpaqueBaseMeta):
     def placements(self) -> tuple[Placement, ...]:
         """One placement per mesh axis; they say all: `make_layout` of them is this layout (a `StridedShard` where a plain one
         would not do)."""
-        told: dict[str, Placement] = {axis: Partial(kind) for axis, kind in self.partials}
+        placed: dict[str, Placement] = {axis: Partial(kind) for axis, kind in self.partials}
         for index, dim in enumerate(self.dims):
-            told |= shards_of(index, dim, self.mesh)
-        return tuple(told.get(axis, _REPLICATE) for axis in self.mesh.axes)
+            placed |= shards_of(index, dim, self.mesh)
+        return tuple(placed.get(axis, _REPLICATE) for axis in self.mesh.axes)
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
-        """The axes that sharding a dim, major to minor."""
+        """The axes that shard a dim, major to minor."""
         try:
             return tuple(axis for factor in self.dims[dim] for axis in factor.axes)
         except (IndexError, TypeError):
@@ -231,6 +212,10 @@ class Layout(metaclass=OpaqueBaseMeta):
         """Which shard of a factor the rank at `place` holds."""
         return self.shard_at(factor, self._point(place))
 
+    def interval(self, factor: Factor, place: int) -> Run:
+        """The indices of a factor that the rank at `place` holds: the first, and the one after the last."""
+        return factor.interval(self.shard_at(factor, self._point(place)))
+
     def shard_at(self, factor: Factor, point: tuple[int, ...]) -> int:
         """Which shard of a factor the rank at a coordinate of the mesh holds."""
         index, mesh = 0, self.mesh
@@ -246,9 +231,10 @@ class Layout(metaclass=OpaqueBaseMeta):
             _refuse_dim(dim, self.ndim)
 
     def __repr__(self) -> str:
-        dims = ", ".join(_describe(dim, self.mesh) for dim in self.dims)
-        pending = ", ".join(f"{kind}@{axis}" for axis, kind in self.partials)
-        return f"{DTYPES.get(self.dtype, str(self.dtype))}[{dims}{' | ' if pending else ''}{pending}]"
+        products = ["*".join(factor.describe(self.mesh) for factor in dim) for dim in self.dims]
+        dims = ", ".join(text if len(dim) == 1 else f"({text})" for dim, text in zip(self.dims, products, strict=True))
+        partials = ", ".join(f"{kind}@{axis}" for axis, kind in self.partials)
+        return f"{DTYPES.get(self.dtype, str(self.dtype))}[{dims}{' | ' if partials else ''}{partials}]"
 
     def __eq__(self, other: object) -> bool:
         # torch's own Python code asks `x.layout == torch.strided` of every tensor (torch.norm does), and a DTensor is that.
@@ -258,32 +244,30 @@ class Layout(metaclass=OpaqueBaseMeta):
 
     def write(self) -> str:
         """This layout as text that `Layout.read` reads in any process."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        dims = [
-            "*".join(f"{f.size}@{'+'.join(map(quote, f.axes))}:{':'.join(map(str, f.sizes))}" for f in d) for d in self.dims
-        ]
-        pending = [f"{kind}@{quote(axis)}" for axis, kind in self.partials]
-        return " ".join([self.mesh.text, f"[{','.join(dims)}]", ",".join(pending), dtype, ",".join(map(str, self.stride))])
+        parts = write_parts(self.mesh, [parts_of(dim, self.mesh) for dim in self.dims], self.partials)
+        shape, stride = (",".join(map(str, numbers)) for numbers in (self.shape, self.stride))
+        return f"{parts} {str(self.dtype).removeprefix('torch.')} {shape} {stride}"
 
     @staticmethod
     def read(text: str) -> Layout:
         """The layout that a text tells.
 
-        >>> layout = make_layout((9, 4), Mesh(("tp",), (2,), range(2), "cpu", "simulated"), [Shard(0, (4, 5))])
+        >>> mesh = Mesh(("tp",), (2,), range(2), "cpu", "simulated")
+        >>> layout = Layout.of(mesh, [[Factor(9, ("tp",), (4, 5))], [whole(4)]])
         >>> Layout.read(layout.write()) is layout
         True
         """
         a_text(text, "Layout.read: text", "what layout.write() gives")
         try:
-            mesh, dims, partials, dtype, stride = text.split(" ")
-            factors = [[_read_factor(word) for word in dim.split("*")] for dim in dims[1:-1].split(",") if dim]
-            pending = [(unquote(axis), kind) for kind, _, axis in (word.partition("@") for word in partials.split(",") if word)]
-            steps, kind = [int(n) for n in stride.split(",") if n], getattr(torch, dtype)
-        except (AttributeError, ValueError):
+            words, dims, partials, dtype, shape, stride = text.split(" ")
+            mesh, (parts, kinds) = Mesh.read(words), read_parts(dims, partials)
+            sizes, steps = ([int(n) for n in numbers.split(",") if n] for numbers in (shape, stride))
+            factors = [factors_of(dim, size, mesh) for dim, size in zip(parts, sizes, strict=True)]
+            return Layout.of(mesh, factors, kinds, getattr(torch, dtype), steps)
+        except (ArithmeticError, AttributeError, KeyError, ValueError):
             raise LayoutError(f"Layout.read: text is what layout.write() gives, got {shown(text)}") from None
-        return Layout.of(Mesh.read(mesh), factors, pending, kind, steps)
 
-    def settled(self) -> Layout:
+    def specialised(self) -> Layout:
         """This layout: its sizes are numbers."""
         return self
 
@@ -317,28 +301,20 @@ def _refuse_parts(mesh: Any, dims: Any, partials: Any, dtype: Any, stride: Any) 
             instance(factor, Factor, "Layout.of: one of dims", _PARTS["dims"])
 
 
-def _read_factor(text: str) -> Factor:
-    size, _, cuts = text.partition("@")
-    axes, *sizes = cuts.split(":")
-    return Factor(int(size), tuple(map(unquote, axes.split("+"))) if axes else (), tuple(map(int, sizes)))
-
-
 def _with_symbols(content: tuple[Any, ...]) -> Layout:
     """The layout of these parts; symbols that torch knows to be numbers become numbers."""
-    mesh, dims, pending, dtype, stride = content
+    mesh, dims, partials, dtype, stride = content
     a_dtype(dtype, "layout: dtype")
-    dims = tuple(tuple(Factor(known(f.size), f.axes, tuple(map(known, f.sizes))) for f in dim) for dim in dims)
-    stride = tuple(map(known, stride))
-    if not any(isinstance(n, SymInt) for n in (*(n for dim in dims for f in dim for n in (f.size, *f.sizes)), *stride)):
-        return Layout.of(mesh, dims, pending, dtype, stride)
-    if any(isinstance(f.size, SymInt) and any(n != f.sizes[0] for n in f.sizes) for dim in dims for f in dim):
-        raise TypeError("uneven shards of a symbolic size depend on the rank: the size has to be settled")
+    dims, stride = simplified(dims, stride)
+    if not has_symbols(dims, stride):
+        return Layout.of(mesh, dims, partials, dtype, stride)
+    refuse_uneven(dims)
     shape = torch.Size([math.prod(f.size for f in dim) for dim in dims])
-    return _build((mesh, dims, pending, dtype, stride), shape, SymbolicLayout)
+    return _build((mesh, dims, partials, dtype, stride), shape, SymbolicLayout)
 
 
 class SymbolicLayout(Layout):
-    """A layout in a program that is traced for all sizes: some sizes are symbols (`torch.SymInt`).
+    """A layout in a program that is traced for all sizes: some sizes are symbols (`torch.SymInt`), see `symbolic.py`.
 
     Rules work with it as with any other; torch notes whatever they find out about a symbol, and a program is used only for
     sizes of which the same holds. It is not interned and has no hash, so that no cache keeps what belongs to one trace. What is
@@ -346,24 +322,23 @@ class SymbolicLayout(Layout):
     """
 
     __slots__ = ("_concrete",)
-    __hash__ = None  # type: ignore[assignment]
+    __eq__ = Layout.__eq__  # which takes the hash away
 
     @property
     def concrete(self) -> Layout:
         """This layout at the sizes at hand."""
         if not hasattr(self, "_concrete"):
-            dims = [[Factor(hint(f.size), f.axes, tuple(map(hint, f.sizes))) for f in dim] for dim in self.dims]
-            self._concrete = Layout.of(self.mesh, dims, self.partials, self.dtype, tuple(map(hint, self.stride)))
+            dims, stride = at_hand(self.dims, self.stride)
+            self._concrete = self.replace(dims=dims, stride=stride)
         return self._concrete
 
     def write(self) -> str:
         """The text of this layout at the sizes at hand, and for no others."""
-        return self.settled().write()
+        return self.specialised().write()
 
-    def settled(self) -> Layout:
-        """This layout at the sizes at hand, and for no others: torch is told that the symbols are these numbers."""
-        for size in (*(f.size for dim in self.dims for f in dim), *self.stride):
-            int(size)
+    def specialised(self) -> Layout:
+        """This layout with its symbols replaced by their current values; the traced program is then for these sizes only."""
+        guard(self.dims, self.stride)
         return self.concrete
 
 
@@ -434,7 +409,7 @@ def dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
     return tuple(stride)
 
 
-def _uncut(factor: Factor, gone: frozenset[str], mesh: Mesh) -> Factor:
+def _without(factor: Factor, gone: frozenset[str], mesh: Mesh) -> Factor:
     keep = [axis for axis in factor.axes if axis not in gone]
     if len(keep) == len(factor.axes):
         return factor
@@ -442,99 +417,4 @@ def _uncut(factor: Factor, gone: frozenset[str], mesh: Mesh) -> Factor:
         step = math.prod(mesh.axis_sizes[axis] for axis in factor.axes[len(keep) :])
         sizes = [sum(factor.sizes[i : i + step]) for i in range(0, len(factor.sizes), step)]
         return Factor(factor.size, tuple(keep), tuple(sizes))
-    return cut(factor.size, keep, mesh) if keep else whole(factor.size)
-
-
-def _describe(dim: Dim, mesh: Mesh) -> str:
-    text = "*".join(factor.describe(mesh) for factor in dim)
-    return text if len(dim) == 1 else f"({text})"
-
-
-def make_layout(
-    shape: Sequence[int],
-    mesh: Mesh | Any,
-    placements: Placements | Layout,
-    dtype: torch.dtype = torch.float32,
-    stride: Sequence[int] | None = None,
-) -> Layout:
-    """A layout from placements: one per mesh axis, or by axis name (the order of names is then the order of the shardings).
-
-    >>> mesh = Mesh(("dp", "tp"), (2, 2), range(4), "cpu", "simulated")
-    >>> make_layout((8, 4), mesh, {"tp": Shard(0), "dp": Shard(0)})
-    f32[8@(tp,dp), 4]
-    """
-    mesh = Mesh.from_torch(mesh)
-    a_dtype(dtype, "layout: dtype")
-    size, stride = sizes(shape, "layout: shape"), optional(integers, stride, "layout: stride", 0)
-    if isinstance(placements, Layout):
-        known = not any(isinstance(n, SymInt) for n in (*size, *placements.shape))
-        if (known and size != tuple(placements.shape)) or placements.mesh is not mesh:
-            raise LayoutError(
-                f"placements={placements} is a layout on mesh {placements.mesh}, and the tensor has shape {list(size)} on mesh "
-                f"{mesh}; give a layout of these, or placements"
-            )
-        return placements.replace(dtype=dtype, stride=stride)
-    cuts, partials = _cuts(size, mesh, placements)
-    dims = [dim_of(n, shards, mesh) for n, shards in zip(size, cuts, strict=True)]
-    return Layout.of(mesh, dims, partials, dtype, stride)
-
-
-def whole_shape(local: Sequence[int], mesh: Mesh, placements: Placements) -> tuple[int, ...]:
-    """The shape of a tensor of which every rank holds as much, or as much as the placements say.
-
-    >>> whole_shape((2, 3), Mesh(("tp",), (2,), range(2), "cpu", "simulated"), [Shard(1)])
-    (2, 6)
-    """
-    return tuple(size_of(n, shards, mesh) for n, shards in zip(local, _cuts(local, mesh, placements)[0], strict=True))
-
-
-def _cuts(
-    shape: Sequence[int], mesh: Mesh, placements: Placements
-) -> tuple[list[list[tuple[str, Shard]]], list[tuple[str, str]]]:
-    """The axes that sharding each dim, and those that are partial."""
-    cuts: list[list[tuple[str, Shard]]] = [[] for _ in shape]
-    partials = []
-    for axis, placement in by_axis(mesh, placements).items():
-        if isinstance(placement, Shard):
-            cuts[_dim(placement.dim, tuple(shape), mesh, axis)].append((axis, placement))
-        elif isinstance(placement, Partial):
-            partials.append((axis, placement.reduce_op))
-    return cuts, partials
-
-
-def by_axis(mesh: Mesh, placements: Placements) -> dict[str, Placement]:
-    """What a user wants of each axis, checked as far as it can be without a tensor."""
-    if isinstance(placements, Mapping):
-        for axis in placements:
-            if axis not in mesh.axis_sizes:
-                raise MeshError(f"placements: mesh {mesh} has no axis {shown(axis)}; its axes are {', '.join(mesh.axes)}")
-        given = dict(placements)
-    else:
-        if taken(placements) is not None:
-            placements = cast(Sequence[Placement], (placements,))
-        placements = several(placements, "placements", "one Shard, Replicate or Partial for each axis, or these by axis name")
-        if len(placements) != mesh.ndim:
-            raise LayoutError(
-                f"mesh {mesh} has {mesh.ndim} axes and takes {mesh.ndim} placements, got {len(placements)}: "
-                f"{shown(placements)}; name the axes ({{{mesh.axes[0]!r}: Shard(0)}}) to leave some replicated"
-            )
-        given = dict(zip(mesh.axes, placements, strict=True))
-    return {axis: _taken(axis, placement) for axis, placement in given.items()}
-
-
-def _taken(axis: str, given: object) -> Placement:
-    found = taken(given)
-    if found is None:
-        raise LayoutError(f"placements: axis {axis!r} takes Shard, Replicate or Partial, got {shown(given)}")
-    return found
-
-
-def _dim(dim: int, shape: tuple[int, ...], mesh: Mesh, axis: str) -> int:
-    if not -len(shape) <= dim < len(shape):
-        raise LayoutError(
-            f"Shard({dim}) on axis {axis!r} of mesh {mesh}: the tensor has {len(shape)} dims {list(shape)}; "
-            f"use a dim from {-len(shape)} to {len(shape) - 1}"
-            if shape
-            else f"Shard({dim}) on axis {axis!r} of mesh {mesh}: a tensor without dims cannot be sharded; use Replicate()"
-        )
-    return dim % len(shape)
+    return sharded(factor.size, keep, mesh) if keep else whole(factor.size)

@@ -3,7 +3,7 @@
 What a traced program says of layouts. Sizes may be symbols there, and the text stands in graphs and in cache keys, so it holds
 no rank, no address and no hash.
 
->>> from .layout import make_layout
+>>> from .from_placements import make_layout
 >>> from .placement import Shard
 >>> layout = make_layout((8, 16), Mesh(("dp", "tp"), (2, 4), range(8), "cpu", "simulated"), {"dp": Shard(0)})
 >>> form = form_of(layout)
@@ -18,15 +18,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 import torch
 
 from ..base.caches import intern, memo
-from .factor import Part, factors_of, parts_of, read_part
-from .layout import Layout, Placements
-from .mesh import Mesh, quote
+from .factor import Part, factors_of, parts_of, read_parts, write_parts
+from .from_placements import Placements
+from .layout import Layout
+from .mesh import Mesh
 from .placement import read_placement
 
 
@@ -44,17 +44,14 @@ class Form:
     def of(mesh: Mesh, dims: tuple[tuple[Part, ...], ...], partials: tuple[tuple[str, str], ...]) -> Form:
         """The one form of these parts."""
         content = (mesh, dims, partials)
-        found = _forms.get(content)
-        return intern(_forms, content, lambda: _build(*content)) if found is None else found
+        return _forms.get(content) or intern(_forms, content, lambda: _build(*content))
 
     @staticmethod
     @memo("forms read", limit=16384)
     def read(text: str) -> Form:
         """The form that a text tells."""
         mesh, dims, partials = text.split(" ")
-        parts = [tuple(map(read_part, dim.split("*"))) for dim in dims[1:-1].split(",")] if dims != "[]" else []
-        pending = [word.split("@") for word in partials.split(",") if word]
-        return Form.of(Mesh.read(mesh), tuple(parts), tuple((unquote(axis), kind) for kind, axis in pending))
+        return Form.of(Mesh.read(mesh), *read_parts(dims, partials))
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> Layout:
         """The layout of this form at a shape."""
@@ -66,8 +63,8 @@ class Form:
 
     def __repr__(self) -> str:
         dims = ", ".join("*".join(part.text for part in dim) for dim in self.dims)
-        pending = ", ".join(f"{kind}@{axis}" for axis, kind in self.partials)
-        return f"[{dims}{' | ' if pending else ''}{pending}]"
+        partials = ", ".join(f"{kind}@{axis}" for axis, kind in self.partials)
+        return f"[{dims}{' | ' if partials else ''}{partials}]"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return restore_form, (self.text,)
@@ -79,8 +76,7 @@ _forms: WeakValueDictionary[tuple[Any, ...], Form] = WeakValueDictionary()
 def _build(mesh: Mesh, dims: tuple[tuple[Part, ...], ...], partials: tuple[tuple[str, str], ...]) -> Form:
     self = object.__new__(Form)
     self.mesh, self.dims, self.partials = mesh, dims, partials
-    parts = ",".join("*".join(part.text for part in dim) for dim in dims)
-    self.text = f"{mesh.text} [{parts}] {','.join(f'{kind}@{quote(axis)}' for axis, kind in partials)}"
+    self.text = write_parts(mesh, dims, partials)
     return self
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..base.argument_checks import a_function, a_module, choice, flag, number, optional, several
 from ..comm import PerRank, transport
 from ..errors import PipelineError
-from ..layouts.layout import Placements, by_axis
+from ..layouts.from_placements import Placements, by_axis
 from ..layouts.mesh import Mesh
 from ..tensor.distribute import distribute
 from ..tensor.dtensor import DTensor

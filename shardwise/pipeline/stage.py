@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from .._torch.compiler import untraced
 from .._torch.tensors import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from ..errors import PipelineError
-from ..layouts.layout import Layout, Placements
+from ..layouts.from_placements import Placements
+from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..tensor.distribute import distribute
 from ..tensor.dtensor import DTensor, align_grad

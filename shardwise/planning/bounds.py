@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, product
+from itertools import product
 from typing import NamedTuple
 
 from ..base.caches import memo
@@ -132,7 +132,7 @@ def shares(have: Side, want: Side, pooled: Sequence[str] = ()) -> list[int]:
 def _overlaps(one: Dim, mine: list[tuple[int, ...]], other: Dim, theirs: list[tuple[int, ...]]) -> list[int]:
     """How many indices of a dim shards of one sharded share with shards of another, pair by pair."""
     if len(one) == len(other) == 1:
-        a, b = ([0, *accumulate(factor.sizes)] for factor in (one[0], other[0]))
+        a, b = one[0].starts, other[0].starts
         pairs = zip(mine, theirs, strict=True)
         return [max(0, min(a[i + 1], b[j + 1]) - max(a[i], b[j])) for (i,), (j,) in pairs]
     found = []

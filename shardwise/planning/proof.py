@@ -8,7 +8,7 @@ chosen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import accumulate, product
+from itertools import product
 
 from ..errors import PlanError
 from ..layouts.layout import Layout, Run, shard_runs
@@ -45,7 +45,6 @@ def _points(layout: Layout, axes: set[str]) -> Iterator[Point]:
 def _held(layout: Layout, dim: int) -> Callable[[Point], list[Run]]:
     """What the ranks at a coordinate hold of a dim."""
     factors, shape = layout.dims[dim], layout.mesh.axis_sizes
-    ends = [0, *accumulate(factors[0].sizes)]
 
     def at_point(at: Point) -> list[Run]:
         shards = []
@@ -54,10 +53,7 @@ def _held(layout: Layout, dim: int) -> Callable[[Point], list[Run]]:
             for axis in factor.axes:
                 index = index * shape[axis] + at[axis]
             shards.append(index)
-        if len(factors) > 1:
-            return shard_runs(factors, shards)
-        start, stop = ends[shards[0]], ends[shards[0] + 1]
-        return [(start, stop)] if start < stop else []
+        return shard_runs(factors, shards)
 
     return at_point
 

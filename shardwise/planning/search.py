@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import accumulate, combinations, permutations, product, takewhile
+from itertools import combinations, permutations, product, takewhile
 from typing import NamedTuple
 
 from ..base.caches import memo
@@ -126,11 +126,10 @@ class Cuts:
             at = points(self._mesh, self._mesh.axes, MOST_POINTS)
             return shares(Side(dim, self._mesh, at), Side(want, self._mesh, at), self._pooled)
         if self._goals is None:
-            ends = [0, *accumulate(want[0].sizes)]
-            self._goals = [(ends[i], ends[i + 1]) for i in indices(self._mesh, want[0].axes, MOST_POINTS)]
-        ends = [0, *accumulate(dim[0].sizes)]
+            self._goals = [want[0].interval(i) for i in indices(self._mesh, want[0].axes, MOST_POINTS)]
+        starts = dim[0].starts
         every = zip(indices(self._mesh, dim[0].axes, MOST_POINTS), self._goals, strict=True)
-        return [max(0, min(ends[i + 1], stop) - max(ends[i], start)) for i, (start, stop) in every]
+        return [max(0, min(starts[i + 1], stop) - max(starts[i], start)) for i, (start, stop) in every]
 
     def renamed(self, cut: int, axes: tuple[str, ...]) -> int:
         """The same shards, dealt out along other axes."""

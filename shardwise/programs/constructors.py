@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..comm import seen, transport
 from ..errors import LayoutError
-from ..layouts.layout import Layout, make_layout
+from ..layouts.from_placements import make_layout
+from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Replicate
 from ..layouts.text import as_read

@@ -13,7 +13,7 @@ from itertools import repeat
 from typing import Any
 
 from .._torch.symbols import hint
-from ..layouts.layout import Dim, Layout, cut, whole
+from ..layouts.layout import Dim, Layout, sharded, whole
 from ..layouts.placement import KINDS
 from ..planning.cost import PER_WORK, Link, all_reduce, change, links
 from .notation import Call, Kernel, Proposal, Result, Rule, additive, labels
@@ -402,4 +402,4 @@ def _structure(label: str, axes: list[str], call: Call, bound: Bound) -> Dim:
     if found:
         return max(found, key=lambda item: item[:2])[2]
     order = [*partly, *(axis for axis in axes if axis not in partly)]
-    return (cut(bound.sizes[label], order, call.tensors[0].mesh),)
+    return (sharded(bound.sizes[label], order, call.tensors[0].mesh),)

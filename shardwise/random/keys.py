@@ -178,7 +178,7 @@ def _key_from(generator: Generator, mesh: Mesh | None, agree: Agree | None) -> t
 # ── where a shard lies ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Side(NamedTuple):
+class BoxSide(NamedTuple):
     """One side of the box of indices that a rank holds: its interval of a factor, `times` indices for each, in strides."""
 
     factor: Factor
@@ -187,30 +187,30 @@ class Side(NamedTuple):
 
     def start(self, shard: int) -> int:
         """Where the interval of a shard starts."""
-        return sum(self.factor.sizes[:shard]) * self.times
+        return self.factor.starts[shard] * self.times
 
     def length(self, shard: int) -> int:
         """How many indices it has."""
         return self.factor.sizes[shard] * self.times
 
 
-def sides(layout: Layout) -> list[Side]:
+def sides(layout: Layout) -> list[BoxSide]:
     """The sides of the boxes of a layout; what lies whole inside a factor is one with it.
 
     >>> from shardwise import Mesh, Shard, layout
     >>> [side[1:] for side in sides(layout((4, 6, 5), Mesh(("tp",), (2,), range(2), "cpu", "simulated"), [Shard(1)]))]
     [(1, 30), (5, 1)]
     """
-    found: list[Side] = []
+    found: list[BoxSide] = []
     for dim, last in zip(layout.dims, contiguous_stride(layout.shape), strict=True):
         for i, factor in enumerate(dim):
             stride = math.prod([inner.size for inner in dim[i + 1 :]]) * last
             if found and not factor.axes:
                 outer = found.pop()
-                found.append(Side(outer.factor, outer.times * factor.size, stride))
+                found.append(BoxSide(outer.factor, outer.times * factor.size, stride))
             else:
-                found.append(Side(factor, 1, stride))
-    return found or [Side(whole(1), 1, 1)]
+                found.append(BoxSide(factor, 1, stride))
+    return found or [BoxSide(whole(1), 1, 1)]
 
 
 @memo("spans", limit=4096)
@@ -262,7 +262,7 @@ def drop_shard(x: Tensor, scale: float, keep: Draw, box: Spans, key: Key) -> tup
 @functools.cache
 def triton_kernels() -> Any:
     """The kernels for GPUs, if Triton is here; it takes seconds to import."""
-    module = importlib.import_module(".triton_random", __package__)
+    module = importlib.import_module(".triton", __package__)
     return module if module.AVAILABLE else None
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OperatorError
-from ..layouts.layout import Dim, Factor, Layout, cut, whole
+from ..layouts.layout import Dim, Factor, Layout, sharded, whole
 from ..propagation.notation import Call, Kernel, Pattern, Proposal, labels, parse
 from ..propagation.table import rule
 from ..tensor.draw import seeded
@@ -104,14 +104,14 @@ def _axes(call: Call, names: list[tuple[str, ...]]) -> dict[str, list[str]]:
 
 def _batch(call: Call, axes: list[str]) -> Dim:
     query = call["query"]
-    return query.dims[0] if set(query.axes_of(0)) == set(axes) else (cut(query.shape[0], axes, query.mesh),)
+    return query.dims[0] if set(query.axes_of(0)) == set(axes) else (sharded(query.shape[0], axes, query.mesh),)
 
 
 def _groups(call: Call, axes: list[str]) -> Factor:
     key = call["key"]
     if len(key.dims[1]) == 1 and set(key.axes_of(1)) == set(axes):
         return key.dims[1][0]
-    return cut(key.shape[1], axes, key.mesh)
+    return sharded(key.shape[1], axes, key.mesh)
 
 
 def _times(factor: Factor, count: int) -> Factor:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .._torch.compiler import is_traced_whole
 from ..errors import OperatorError
-from ..layouts.layout import Layout, PerRank, contiguous_stride, make_layout, whole
+from ..layouts.from_placements import make_layout
+from ..layouts.layout import Layout, PerRank, contiguous_stride, whole
 from ..layouts.placement import Replicate
 from ..propagation.notation import Call, Proposal
 from ..propagation.table import rule

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import OperatorError
-from ..layouts.layout import Layout, make_layout, whole
+from ..layouts.from_placements import make_layout
+from ..layouts.layout import Layout, whole
 from ..layouts.placement import Replicate
 from ..propagation.notation import Call, Proposal
 from ..propagation.table import rule

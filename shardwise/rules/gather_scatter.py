@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._torch.tensors import decompositions
-from ..layouts.layout import Factor, Layout, PerRank, cut
+from ..layouts.layout import Factor, Layout, PerRank, sharded
 from ..propagation.notation import Call, Proposal
 from ..propagation.table import rule
 from ..tensor.toolbox import Toolbox
@@ -253,7 +253,7 @@ def _around(factor: Factor, size: int, start: int, step: int, layout: Layout) ->
         return Factor(size, (), (size,))
     first = [start + begin * step for begin in _starts(factor)]
     last = [start + (begin + n - 1) * step for begin, n in zip(_starts(factor), factor.sizes, strict=True)]
-    default = cut(size, factor.axes, layout.mesh)
+    default = sharded(size, factor.axes, layout.mesh)
     held = list(zip(_starts(default), default.sizes, first, last, factor.sizes, strict=True))
     if all(n == 0 or (begin <= low and high < begin + length) for begin, length, low, high, n in held):
         return default

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._torch.compiler import NotTraced, tracing_context
 from ..errors import OperatorError
-from ..layouts.layout import Factor, Layout, cut, whole
+from ..layouts.layout import Factor, Layout, sharded, whole
 from ..layouts.mesh import Mesh
 from ..propagation.notation import Call, Kernel, Pattern, Proposal, Rule
 from ..propagation.table import rule
@@ -168,7 +168,7 @@ def _cut_alike(tools: Toolbox, mesh: Mesh, mask: Any, *tensors: Any) -> tuple[Fa
     lead = max(range(len(cuts)), key=lambda i: (len(cuts[i]), i))
     first = layouts[lead].dims[0]
     if len(first) > 1 or set(first[0].axes) != set(cuts[lead]):
-        first = (cut(mask.shape[0], cuts[lead], mesh),)
+        first = (sharded(mask.shape[0], cuts[lead], mesh),)
     front = [first, *((whole(n),) for n in mask.shape[1:])]
     wants = [layout.replace(dims=[*front, *layout.without(cuts[lead]).dims[ndim:]]) for layout in layouts]
     return (first[0] if cuts[lead] else None), [tools.move(x, want) for x, want in zip(several, wants, strict=True)]

@@ -23,7 +23,7 @@ from ..comm.interception import watched
 from ..comm.messages import Batch, Shape
 from ..errors import OperatorError
 from ..kernels.attention import Way, accumulated, attend, attend_backward, joined
-from ..layouts.layout import Dim, Factor, Layout, cut, whole
+from ..layouts.layout import Dim, Factor, Layout, sharded, whole
 from ..p2p.batch import exchange, wait
 from ..propagation.table import rule
 from ..redistribution.run import move
@@ -186,15 +186,15 @@ def _ring(given: Sequence[Layout], way: Way) -> Ring:
     mesh, axes = query.mesh, query.axes_of(-2)
     batch, groups = list(query.dims[:-2]), list(query.dims[:-2])
     if query.ndim > 2 and query.shape[-3] != key.shape[-3]:
-        heads = cut(key.shape[-3], query.axes_of(-3), mesh)
+        heads = sharded(key.shape[-3], query.axes_of(-3), mesh)
         each = query.shape[-3] // key.shape[-3]
         batch[-1] = (Factor(heads.size * each, heads.axes, tuple(n * each for n in heads.sizes)),)
         groups[-1] = (heads,)
-    rows: Dim = query.dims[-2] if len(query.dims[-2]) == 1 else (cut(query.shape[-2], axes, mesh),)
+    rows: Dim = query.dims[-2] if len(query.dims[-2]) == 1 else (sharded(query.shape[-2], axes, mesh),)
     blocks: Dim = rows
     if not way.is_causal:
         own = len(key.dims[-2]) == 1 and key.axes_of(-2) == axes
-        blocks = key.dims[-2] if own else (cut(key.shape[-2], axes, mesh),)
+        blocks = key.dims[-2] if own else (sharded(key.shape[-2], axes, mesh),)
 
     def placed(layout: Layout, dims: list[Dim], sequence: Dim) -> Layout:
         return layout.replace(dims=[*dims, sequence, (whole(layout.shape[-1]),)], partials=())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OperatorError
-from ..layouts.layout import Dim, Factor, Layout, PerRank, canonical, cut, whole
+from ..layouts.layout import Dim, Factor, Layout, PerRank, canonical, sharded, whole
 from ..layouts.mesh import Mesh
 from ..propagation.notation import Call, LocalCopy, Proposal
 from ..propagation.table import rule
@@ -458,7 +458,7 @@ def _cat(call: Call) -> Proposal:
 
 def default_cut(size: int, axes: tuple[str, ...], layout: Layout) -> Factor:
     """A factor of `size` sharded by the axes into default chunks."""
-    return cut(size, axes, layout.mesh) if axes else whole(size)
+    return sharded(size, axes, layout.mesh) if axes else whole(size)
 
 
 def _overlaps(factor: Factor, offset: int, size: int) -> Factor:

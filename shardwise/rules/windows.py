@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..comm import check, transport
 from ..layouts.dtypes import lowest
-from ..layouts.layout import Factor, Layout, Number, PerRank, SymbolicLayout, cut, whole
+from ..layouts.layout import Factor, Layout, Number, PerRank, SymbolicLayout, sharded, whole
 from ..planning.cost import PER_WORK, route
 from ..planning.plan import plan
 from ..propagation.decide import decide
@@ -182,7 +182,7 @@ def _plane(call: Call) -> Plane:
         free = [c for c in cuts if c and not {axis for f in held.values() for axis in f.axes} & set(c.axes)]
         if free:
             axes = free[0].axes
-            held[d] = free[0] if free[0] is cuts[0] else cut(source.shape[d], axes, source.mesh)
+            held[d] = free[0] if free[0] is cuts[0] else sharded(source.shape[d], axes, source.mesh)
             alike = cuts[1] is not None and cuts[1].axes == axes
             shared[d] = cuts[1] if alike and cuts[1] else Factor(along.total, axes, share(held[d], along))
     return Plane(dims, windows, tuple(_each(kernel, count)), tuple(source.shape[dims.start :]), held, shared)

@@ -40,7 +40,8 @@ class Box(NamedTuple):
 def boxes(layout: Layout, place: int) -> tuple[Box, ...]:
     """The boxes of the global tensor that the rank at a place of the root mesh holds; none where it holds no elements.
 
-    >>> from ..layouts.layout import Factor, Mesh, make_layout, whole
+    >>> from ..layouts.from_placements import make_layout
+    >>> from ..layouts.layout import Factor, Mesh, whole
     >>> mesh = Mesh(("tp",), (2,), range(2), "cpu", "simulated")
     >>> strided = Layout.of(mesh, [[whole(2), Factor(4, ("tp",), (2, 2))]])
     >>> boxes(strided, 1)

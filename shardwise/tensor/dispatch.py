@@ -316,7 +316,7 @@ def _settled(value: Any) -> Any:
         return type(value)(map(_settled, value))
     if isinstance(value, Tensor):
         if isinstance(layout := getattr(value, "_layout", None), SymbolicLayout):
-            value._layout = layout.settled()  # type: ignore[attr-defined]
+            value._layout = layout.specialised()  # type: ignore[attr-defined]
         _settled((*value.shape, *value.stride()))
     return int(value) if isinstance(value, SymInt) else value
 

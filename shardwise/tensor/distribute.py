@@ -14,7 +14,8 @@ from .._torch.tensors import is_transforming
 from ..base.argument_checks import a_function, a_module, a_tensor, optional
 from ..comm import transport
 from ..comm.interception import watched
-from ..layouts.layout import Layout, Placements, contiguous_stride, dense_stride, make_layout, whole
+from ..layouts.from_placements import Placements, make_layout
+from ..layouts.layout import Layout, contiguous_stride, dense_stride, whole
 from ..layouts.mesh import Mesh, chosen
 from ..layouts.placement import Replicate
 from ..layouts.text import written

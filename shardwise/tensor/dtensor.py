@@ -21,7 +21,8 @@ from ..base.caches import memo
 from ..comm import transport
 from ..comm.rank_specific import current
 from ..errors import OperatorError
-from ..layouts.layout import Factor, Layout, PerRank, Placements, dense_stride, make_layout, restore_layout
+from ..layouts.from_placements import Placements, make_layout
+from ..layouts.layout import Factor, Layout, PerRank, dense_stride, restore_layout
 from ..layouts.mesh import Mesh, chosen
 from ..layouts.placement import Placement
 from ..layouts.text import Form, form_of, written
@@ -134,7 +135,7 @@ class DTensor(torch.Tensor):
         except TypeError:  # uneven shards of a size that is a symbol: the program holds for the size at hand only
             if type(self._layout) is Layout:
                 raise
-            self._layout = self._layout.settled()
+            self._layout = self._layout.specialised()
             wanted = target(self._layout, device_mesh, placements)
         if async_op is not False or forward_dtype is not None or backward_dtype is not None or max_bytes is not None:
             check_how(async_op, forward_dtype, backward_dtype, max_bytes)

@@ -12,7 +12,8 @@ from torch import SymFloat, SymInt, Tensor
 from ..base.argument_checks import a_dtype, flag, integer, optional, refuse, sizes
 from ..comm import transport
 from ..errors import MeshError, OperatorError
-from ..layouts.layout import Layout, PerRank, Placements, make_layout
+from ..layouts.from_placements import Placements, make_layout
+from ..layouts.layout import Layout, PerRank
 from ..layouts.mesh import Mesh, chosen
 from ..layouts.placement import Replicate
 from ..layouts.text import written

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._torch.tensors import composite, decompositions, knows_conjugates, overloads, schema, tree_map_only
 from ..comm import check, note_decomposed, note_fallback, transport
 from ..errors import OperatorError
-from ..layouts.layout import make_layout
+from ..layouts.from_placements import make_layout
 from ..layouts.placement import Replicate
 from .draw import seeded
 from .schema import Signature, signature

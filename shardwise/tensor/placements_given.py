@@ -13,7 +13,8 @@ from ..base.caches import memo
 from ..comm import seen, transport
 from ..comm.interception import watched
 from ..errors import LayoutError, MeshError
-from ..layouts.layout import Factor, Layout, PerRank, Placements, dense_stride, make_layout, whole_shape
+from ..layouts.from_placements import Placements, make_layout, whole_shape
+from ..layouts.layout import Factor, Layout, PerRank, dense_stride
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement, Replicate, Shard, StridedShard, taken
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..base.argument_checks import integers, refuse
 from ..errors import MeshError
-from ..layouts.layout import Layout, Placements, make_layout
+from ..layouts.from_placements import Placements, make_layout
+from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..redistribution.shards import common, index_of, shape_of
 from .dtensor import DTensor

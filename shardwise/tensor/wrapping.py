@@ -17,7 +17,8 @@ from .._torch.symbols import known, rebuilt, unseen
 from .._torch.tensors import make_wrapper
 from ..comm import transport
 from ..comm.rank_specific import mark_specific
-from ..layouts.layout import Layout, SymbolicLayout, contiguous_stride, make_layout
+from ..layouts.from_placements import make_layout
+from ..layouts.layout import Layout, SymbolicLayout, contiguous_stride
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Replicate
 from ..layouts.text import form_of

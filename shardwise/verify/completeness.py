@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layouts.layout import make_layout
+from ..layouts.from_placements import make_layout
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Partial, Placement, Replicate, Shard
 from ..propagation.decide import State, decide, offers

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..comm import Bundle
 from ..comm.encoding import combine
-from ..layouts.layout import Layout, make_layout
+from ..layouts.from_placements import make_layout
+from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..tensor.dtensor import DTensor
 

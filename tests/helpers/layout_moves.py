@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise import Bundle, Mesh
-from shardwise.layouts.layout import Dim, Factor, Layout, contiguous_stride, cut, default_sizes, whole
+from shardwise.layouts.layout import Dim, Factor, Layout, contiguous_stride, default_sizes, sharded, whole
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ def layouts(
 def _cuts(size: int, axes: Sequence[str], mesh: Mesh, odd: bool) -> Iterator[Dim]:
     """The ways in which all of `axes` shard a dim."""
     for order in permutations(axes):
-        yield (cut(size, order, mesh),)
+        yield (sharded(size, order, mesh),)
         if not odd or not order:
             continue
         parts = [mesh.axis_sizes[axis] for axis in order]
@@ -76,9 +76,9 @@ def _cuts(size: int, axes: Sequence[str], mesh: Mesh, odd: bool) -> Iterator[Dim
         yield (Factor(size, order, last),)
         yield (Factor(size, order, tuple(n for part in _uneven(size, parts[0]) for n in default_sizes(part, parts[1:]))),)
         if size % 2 == 0 and size:
-            yield whole(2), cut(size // 2, order, mesh)
+            yield whole(2), sharded(size // 2, order, mesh)
             for i in range(1, len(order)):
-                yield cut(size // 2, order[:i], mesh), cut(2, order[i:], mesh)
+                yield sharded(size // 2, order[:i], mesh), sharded(2, order[i:], mesh)
 
 
 def _uneven(size: int, parts: int) -> tuple[int, ...]:

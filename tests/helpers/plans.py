@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwise import Mesh, Partial, Replicate, Shard
-from shardwise.layouts.layout import Layout, make_layout
+from shardwise.layouts.from_placements import make_layout
+from shardwise.layouts.layout import Layout
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 NAMES = "abcd"

@@ -8,7 +8,8 @@ import pytest
 
 import shardwise as sw
 from shardwise import Partial, PlanError
-from shardwise.layouts.layout import Layout, make_layout
+from shardwise.layouts.from_placements import make_layout
+from shardwise.layouts.layout import Layout
 from shardwise.planning.proof import prove
 from shardwise.planning.step import Step
 from tests.helpers.plans import S0, S1, P, R, mesh_of

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.layouts.layout import Factor, Layout, contiguous_stride, cut, whole
+from shardwise.layouts.layout import Factor, Layout, contiguous_stride, sharded, whole
 from shardwise.layouts.mesh import Mesh
 from shardwise.redistribution.shards import (
     blocks,
@@ -127,16 +127,16 @@ def test_padding_goes_on_and_comes_off() -> None:
 @pytest.mark.parametrize(
     ("coarse", "fine", "axes", "parts"),
     [
-        ([whole(6)], [cut(6, "a", MESH)], "a", ["a", 3]),
-        ([whole(6)], [cut(6, "ba", MESH)], "ab", ["b", "a", 1]),
-        ([cut(6, "b", MESH)], [cut(6, "ba", MESH)], "a", ["a", 1]),
-        ([whole(24)], [cut(4, "a", MESH), cut(6, "b", MESH)], "ab", ["a", 2, "b", 2]),
-        ([Factor(24, ("a",), (12, 12))], [cut(4, "a", MESH), cut(6, "b", MESH)], "b", [2, "b", 2]),
+        ([whole(6)], [sharded(6, "a", MESH)], "a", ["a", 3]),
+        ([whole(6)], [sharded(6, "ba", MESH)], "ab", ["b", "a", 1]),
+        ([sharded(6, "b", MESH)], [sharded(6, "ba", MESH)], "a", ["a", 1]),
+        ([whole(24)], [sharded(4, "a", MESH), sharded(6, "b", MESH)], "ab", ["a", 2, "b", 2]),
+        ([Factor(24, ("a",), (12, 12))], [sharded(4, "a", MESH), sharded(6, "b", MESH)], "b", [2, "b", 2]),
         ([Factor(9, ("a",), (6, 3))], [Factor(9, ("a", "b"), (2, 2, 2, 1, 1, 1))], "b", ["b", 2]),
-        ([cut(6, "a", MESH)], [cut(6, "ba", MESH)], "b", None),  # not at the minor end
-        ([whole(5)], [cut(5, "a", MESH)], "a", None),  # not equal
-        ([cut(6, "b", MESH)], [cut(6, "a", MESH)], "a", None),  # not a part
-        ([Factor(6, ("b",), (1, 2, 3))], [cut(6, "ba", MESH)], "a", None),
+        ([sharded(6, "a", MESH)], [sharded(6, "ba", MESH)], "b", None),  # not at the minor end
+        ([whole(5)], [sharded(5, "a", MESH)], "a", None),  # not equal
+        ([sharded(6, "b", MESH)], [sharded(6, "a", MESH)], "a", None),  # not a part
+        ([Factor(6, ("b",), (1, 2, 3))], [sharded(6, "ba", MESH)], "a", None),
     ],
 )
 def test_the_parts_of_a_dim(coarse: Any, fine: Any, axes: str, parts: Any) -> None:
@@ -151,7 +151,7 @@ def test_turns_go_there_and_back(shape: tuple[int, ...]) -> None:
     """The shards of a group, stacked in its order, make the whole: for every dim, order and stride."""
     x = torch.arange(torch.Size(shape).numel()).view(shape)
     for dim, axes in product(range(len(shape)), (("a",), ("b",), ("a", "b"), ("b", "a"))):
-        layout = Layout.of(MESH, [[cut(n, axes, MESH)] if i == dim else [whole(n)] for i, n in enumerate(shape)])
+        layout = Layout.of(MESH, [[sharded(n, axes, MESH)] if i == dim else [whole(n)] for i, n in enumerate(shape)])
         names = MESH.sorted_axes(axes)
         parts = parts_of((whole(shape[dim]),), layout.dims[dim], names, MESH)
         if parts is None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise import Mesh, Replicate, Shard
 from shardwise.base.caches import cache_clear, memo
-from shardwise.layouts.layout import make_layout
+from shardwise.layouts.from_placements import make_layout
 from shardwise.layouts.text import form_of
 
 THREADS = 8

@@ -23,7 +23,7 @@ from torch.compiler._cache import CacheArtifactManager
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from shardwise.layouts.layout import make_layout
+from shardwise.layouts.from_placements import make_layout
 from shardwise.package import load, manifest
 from shardwise.package.manifest import Fixed, Manifest, Slot, facts_for, seal, write
 from shardwise.programs.job import artifacts
@@ -301,11 +301,11 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "stride": (lambda told: told["arguments"][0].update(stride=[10**12, 1]), "x: its stride has gaps"),
     "shape": (lambda told: told["arguments"][0].update(shape=[3, 6]), "of which no rank holds torch.float32 [3, 6] on cpu"),
     "layout": (
-        lambda told: told["parameters"][0].update(layout=f"{JOB}tp [6@:6,8@tp:4:3]  float32 8,1"),
+        lambda told: told["parameters"][0].update(layout=f"{JOB}tp [_,@tp:4:3]  float32 6,8 8,1"),
         "do not add up to their",
     ),
     "another": (
-        lambda told: told["parameters"][0].update(layout="cpu;processes;tp=1000000000;;;auto; []  float32 "),
+        lambda told: told["parameters"][0].update(layout="cpu;processes;tp=1000000000;;;auto; []  float32  "),
         "on another mesh",
     ),
     "enum": (

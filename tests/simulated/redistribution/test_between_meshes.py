@@ -14,7 +14,8 @@ import shardwise as sw
 from shardwise import DTensor, LayoutError, Mesh, MeshError, Partial, Replicate, Shard
 from shardwise.comm import Simulated
 from shardwise.errors import PlanError
-from shardwise.layouts.layout import Factor, Layout, cut, make_layout, whole
+from shardwise.layouts.from_placements import make_layout
+from shardwise.layouts.layout import Factor, Layout, sharded, whole
 from shardwise.planning.bounds import lower_bound
 from tests.helpers.one_device import distributed, equal, local_shards
 
@@ -46,7 +47,7 @@ def layouts(shape: tuple[int, ...], mesh: Mesh, partial: bool = False) -> Iterat
         lopsided = (*(0,) * (mesh.axis_sizes[first] - 1), shape[0])
         yield Layout.of(mesh, [[Factor(shape[0], (first,), lopsided)], *others])
         if shape[0] % 2 == 0:
-            yield Layout.of(mesh, [[whole(2), cut(shape[0] // 2, (first,), mesh)], *others])
+            yield Layout.of(mesh, [[whole(2), sharded(shape[0] // 2, (first,), mesh)], *others])
 
 
 def pairs(shape: tuple[int, ...], one: Mesh, other: Mesh, count: int, partial: bool = False) -> list[tuple[Layout, Layout]]:
