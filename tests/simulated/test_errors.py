@@ -85,7 +85,7 @@ def test_a_mesh_larger_than_the_world() -> None:
 
 def test_communication_can_be_forbidden() -> None:
     text = (
-        r"aten\.mm at test_bad_input\.py:\d+ communicates \d+ bytes: it takes f32\[4@dp, 6\], f32\[6, 4@dp\] and needs "
+        r"aten\.mm at test_errors\.py:\d+ communicates \d+ bytes: it takes f32\[4@dp, 6\], f32\[6, 4@dp\] and needs "
         r"f32.* → f32.*\. Redistribute its inputs to layouts that fit before the operator, or allow it"
     )
     with sw.trace_comm() as log, sw.communication("forbid"):

@@ -312,7 +312,7 @@ def test_a_gradient_of_before_that_the_step_forgets_is_refused() -> None:
         training.model[0](x).sum().backward()  # the other layers have no gradient
         training.optimizer.step()
 
-    with pytest.raises(Exception, match="partial mutation on parameter"):
+    with pytest.raises(Exception, match="pending mutation on parameter"):
         capture(step)(training.data()[0])
     for p in training.model.parameters():
         assert torch.equal(p.grad.full_tensor(), torch.ones(p.shape)), "as it was"

@@ -355,7 +355,7 @@ def test_processes_are_recorded(pool):
             ("all_reduce", ("dp", "tp"), 48, "aten.mm"),
             ("shapes", ("dp", "tp"), 48, "aten.mm"),
         ]
-        assert source.startswith("test_doors.py:")
+        assert source.startswith("test_processes.py:")
 
 
 def run_programs_recorded(how):
@@ -383,4 +383,4 @@ def run_programs_recorded(how):
 def test_programs_are_recorded(pool, how):
     for eager, first, second, sources in pool(4).run(run_programs_recorded, how):
         assert first == second == eager and len(eager) >= 3
-        assert sources == {"test_doors.py"}
+        assert sources == {"test_processes.py"}
