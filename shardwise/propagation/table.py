@@ -31,17 +31,21 @@ def rule(names: str, text: str | None = None, **words: Any) -> None:
     >>> TABLE.pop("aten.example").text
     'm k, k n -> m n'
     """
-    inputs, outputs = parse(text) if text is not None else ((), ())
-    for word in ("whole", "static", "free"):
-        words[word] = _set(words.get(word, ()))
-    row = Rule(inputs, outputs, text=text or "", **words)
-    place = _place(sys._getframe(1))
+    row, place = make_row(text, **words), _place(sys._getframe(1))
     for name in names.split():
         has_library = "::" in name or name.partition(".")[0] in ("aten", "prims", "shardwise")
         name = name.replace("::", ".") if has_library else f"aten.{name}"
         if name in TABLE:
             raise OperatorError(f"{name} has a rule already, at {PLACES.get(name)}: an operator has one; change or remove that")
         TABLE[name], PLACES[name] = row, place
+
+
+def make_row(text: str | None = None, **words: Any) -> Rule:
+    """A row that is in no table."""
+    inputs, outputs = parse(text) if text is not None else ((), ())
+    for word in ("whole", "static", "free"):
+        words[word] = _set(words.get(word, ()))
+    return Rule(inputs, outputs, text=text or "", **words)
 
 
 def _place(frame: FrameType | None) -> str:

@@ -13,8 +13,11 @@ In the order of imports, which go down only:
     gather_scatter  rows: gather and scatter along a dim
     indexing        rows: indexing by tensors
     views           rows: the same data under another shape
+    halo            the rows that windows along a sharded dim need of other ranks' shards
+    windows         `windowed`: rows of operators on windows, of which the plane may be sharded
     pooling         rows: pooling
-    spatial         rows: convolution, interpolation, padding, sampling, columns
+    convolution     rows: convolution
+    spatial         rows: interpolation, padding, sampling, columns
     recurrent       rows: fused recurrent layers and cells
     reduction       rows: reductions, also over sharded dims and empty shards
     scan            rows: running sums, products and extremes
@@ -23,8 +26,6 @@ In the order of imports, which go down only:
     fourier         rows: Fourier transforms
     normalisation   rows: softmax and normalisation
     foreach         rows: lists of tensors, element by element: foreach and fused optimizers
-    halo            the rows that windows along a sharded dim need of other ranks' shards
-    windows         rows: convolution and pooling where the plane is sharded
     ring_attention  `ring_attention`: keys and values go round
     flex_attention  flex attention on DTensors
     composites      operators that torch takes apart too early: `one_hot`, `tensor_split`, packed sequences, some with `out=`
@@ -34,6 +35,7 @@ In the order of imports, which go down only:
 from . import (
     attention,
     composites,
+    convolution,
     creation,
     embedding,
     flex_attention,
@@ -63,6 +65,7 @@ from . import (
 __all__ = [
     "attention",
     "composites",
+    "convolution",
     "creation",
     "embedding",
     "flex_attention",

@@ -282,6 +282,8 @@ def _zeros(x: Tensor, dim: int, rows: int) -> Tensor:
 
 def _laid_out(x: Tensor, came: Sequence[Tensor], taken: Sequence[Part], dim: int, stretch: Stretch) -> Tensor:
     """A stretch from a shard and what came; zeros where nothing did."""
+    if stretch.own.rows == stretch.rows == x.shape[dim]:
+        return x
     parts = [(part.first, y) for part, y in zip(taken, came, strict=True) if part.rows]
     if stretch.own.rows:
         parts.append((stretch.at, x.narrow(dim, stretch.own.first, stretch.own.rows)))
@@ -304,6 +306,8 @@ def _added(
     x: Tensor, came: Sequence[Tensor], given: Sequence[Part], dim: int, shape: tuple[int, ...], stretch: Stretch
 ) -> Tensor:
     """A shard from a stretch and what came for it."""
+    if not came and stretch.own.rows == shape[dim] == x.shape[dim]:
+        return x
     own = x.narrow(dim, stretch.at, stretch.own.rows)
     before, after = stretch.own.first, shape[dim] - stretch.own.first - stretch.own.rows
     out = torch.cat([_zeros(x, dim, before), own, _zeros(x, dim, after)], dim)

@@ -1,25 +1,26 @@
-"""Pooling: batch and channels may be sharded. Windows that do not overlap are dealt out whole where a spatial dim is sharded,
-so that rows at the borders move at most (others: `rules/windows.py`); the indices of a maximum stay those of the whole plane.
+"""Pooling: batch and channels may be sharded, and the plane, whose borders are then sent between ranks (`windows.py`); the
+indices of a maximum stay those of the whole plane.
 
 A partial maximum does not pass: the operators give indices with the values, and of those only the values would be right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..layouts.layout import Dim, Factor, Layout, Number, whole
+from ..layouts.dtypes import lowest
+from ..layouts.layout import Layout
 from ..propagation.notation import Call, Kernel, Pattern, Proposal, labels, parse
 from ..propagation.table import rule
 from ..tensor.toolbox import Toolbox
 from .shard_position import at_least_one
-from .views import local_sizes
+from .windows import LocalWindows, Plane, blank, each_dim, one_at_least, trimmed, windowed
 
 Patterns = tuple[tuple[Pattern, ...], tuple[Pattern, ...]]
 
@@ -55,129 +56,112 @@ def some(patterns: Patterns, call: Call, wants: Sequence[Layout]) -> Kernel | No
     return run
 
 
-def spatial(names: str, text: str, **words: Any) -> None:
-    """Rows of operators that look at their whole planes, and refuse empty ones."""
-    rule(names, text, **{"kernel": partial(some, parse(text)), **words})
+def spatial(names: str, text: str, local: LocalWindows | None = None, **words: Any) -> None:
+    """Rows of operators that look at their whole planes, and refuse empty ones; or at windows of planes, as `local` does."""
+    words = {"kernel": partial(some, parse(text)), **words}
+    windowed(names, text, local, **words) if local else rule(names, text, **words)
 
 
-# ── windows that do not overlap ───────────────────────────────────────────────────────────────────────────────────────
+# ── on stretches of a sharded plane ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _windows(call: Call) -> Proposal | None:
-    """Where each window begins after the one before it ends, whole windows are dealt out along sharded dims."""
-    layout, plane = call["self"], _plane(call)
-    count = len(plane)
-    words = (call["kernel_size"], call["stride"] or call["kernel_size"], call["padding"], call.arguments.get("dilation", 1))
-    kernel, stride, padding, dilation = (_each(word, count) for word in words)
-    apart = [(k - 1) * d < s and not p for k, s, p, d in zip(kernel, stride, padding, dilation, strict=True)]
-    free = [d for d, alone in zip(plane, apart, strict=True) if alone and len(layout.dims[d]) == 1 and layout.axes_of(d)]
-    if not free:
-        return None
-    layout = layout.without(axis for d in plane if d not in free for axis in layout.axes_of(d))
-    backward = "grad_output" in call.arguments
-    pooled = call["grad_output"].shape if backward else call.results[0].shape
-    rows, windows = list(layout.dims), [*layout.dims[: plane.start], *((whole(pooled[d]),) for d in plane)]
-    for d in free:
-        (rows[d], windows[d]) = _dealt(layout.dims[d][0], stride[d - plane.start], pooled[d])
-    linear = not backward and len(call.results) == 1 and layout.dtype.is_floating_point
-    pending = [(axis, kind) for axis, kind in layout.partials if linear and kind in ("sum", "avg")]
-    wants = [t.replace(dims=windows, partials=()) for t in call.tensors]
-    at = call.tensor_names.index("self")
-    wants[at] = call["self"] if backward else layout.replace(dims=rows, partials=pending)
-    outs = [Layout.of(layout.mesh, rows if backward else windows, pending, r.dtype, r.stride) for r in call.results]
-    numbers = [_start(layout, rows[d]) for d in plane]
-    sizes = [layout.shape[d] for d in plane]
-    kernel_of = _scattered if backward else _pooled
-    return Proposal(tuple(wants), tuple(outs), kernel=kernel_of(call, sizes), extra=(local_sizes(outs[0]), *numbers))
+def _largest(plane: Plane, run: Kernel, call: Call) -> Kernel:
+    dilation = each_dim(call["dilation"], len(plane.dims))
+
+    def local(values: list[Any], firsts: Sequence[Tensor], starts: Any, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        found, index = run(*values)
+        stretch = values[0].shape[plane.dims.start :]
+        return trimmed(found, shape), trimmed(_renumbered(index, stretch, firsts, plane.sizes, dilation), shape)
+
+    return local
 
 
-def _plane(call: Call) -> range:
-    """The spatial dims, of which the name of an operator tells how many there are."""
-    ndim = call["self"].ndim
-    return range(ndim - next(count for count in (1, 2, 3) if f"{count}d" in call.name), ndim)
+def _largest_back(plane: Plane, run: Kernel, call: Call) -> Kernel:
+    none = [1] * len(plane.dims)
+
+    def local(values: list[Any], firsts: Sequence[Tensor], starts: Any, shape: Sequence[int]) -> Tensor:
+        grad, blank, *words, index = values
+        index = _renumbered(index, plane.sizes, [-first for first in firsts], blank.shape[plane.dims.start :], none)
+        return run(one_at_least(grad, plane), blank, *words, one_at_least(index, plane))
+
+    return local
 
 
-def _blank(x: Any, shape: Sequence[int]) -> Any:
-    """A tensor for an operator that wants to know a shape: it holds no data and moves none."""
-    return x.new_empty(()).expand(shape)
+def _renumbered(
+    index: Tensor, before: Sequence[int], shift: Sequence[Tensor], after: Sequence[int], step: Sequence[int]
+) -> Tensor:
+    """Indices into one plane as indices into another, in which it lies `shift` further along each dim. Where a window holds
+    nothing larger than rows outside do, torch names its first row inside."""
+    out, width = torch.zeros_like(index), 1
+    for size, more, new, gap in zip(reversed(before), reversed(shift), reversed(after), reversed(step), strict=True):
+        row = index % size + more
+        out = out + torch.where(row < 0, row % gap, row) * width
+        index, width = index // size, width * new
+    return out
+
+
+def _averaged(plane: Plane, run: Kernel, call: Call) -> Kernel:
+    divisor = _divisor(plane, call)
+
+    def local(values: list[Any], firsts: Any, starts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        out = run(*values)
+        return trimmed(divisor(out, starts), shape)
+
+    return local
+
+
+def _averaged_back(plane: Plane, run: Kernel, call: Call) -> Kernel:
+    divisor = _divisor(plane, call)
+
+    def local(values: list[Any], firsts: Any, starts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        grad, *rest = values
+        return run(divisor(one_at_least(grad, plane), starts), *rest)
+
+    return local
+
+
+def _is_plain(call: Call, plane: Plane) -> bool:
+    """Whether all windows are divided by the same number."""
+    inside = call["count_include_pad"] or not any(along.pad for along in plane.windows)
+    return bool(call["divisor_override"]) or (inside and not call["ceil_mode"])
+
+
+def _average_words(call: Call, plane: Plane) -> dict[str, Any]:
+    divisor = call["divisor_override"] or (math.prod(plane.kernel) if _is_plain(call, plane) else 1)
+    return {"count_include_pad": True, "divisor_override": divisor}
+
+
+def _divisor(plane: Plane, call: Call) -> Callable[[Tensor, Sequence[Tensor]], Tensor]:
+    """Divides windows by how many rows of the padded plane, or of the plane alone, each looks at."""
+    is_plain, padded = _is_plain(call, plane), bool(call["count_include_pad"])
+
+    def divided(out: Tensor, starts: Sequence[Tensor]) -> Tensor:
+        if is_plain:
+            return out
+        for d, start, along, size in zip(plane.dims, starts, plane.windows, plane.sizes, strict=True):
+            first = (torch.arange(out.shape[d], device=out.device) + start) * along.stride - along.pad
+            last = (first + along.span).clamp(max=size + along.pad)
+            count = (last - first if padded else last.clamp(max=size) - first.clamp(min=0)).clamp(min=1)
+            count = count.view([-1 if other == d else 1 for other in range(out.ndim)])
+            out = out / count if out.is_floating_point() else torch.div(out, count, rounding_mode="trunc")
+        return out
+
+    return divided
+
+
+# ── gradients that read a shape ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def by_shape(call: Call) -> Proposal | None:
     """Gradients take the input for its shape alone: unless it lies as they do, one without data stands for it."""
     x, grad = call["self"], call["grad_output"]
-    plane = _plane(call)
-    alike = x.dims[: plane.start] == grad.dims[: plane.start]
-    lies = alike and not x.partials and not any(x.axes_of(d) for d in plane)
+    first = x.ndim - next(count for count in (1, 2, 3) if f"{count}d" in call.name)
+    lies = x.dims[:first] == grad.dims[:first] and not x.partials and not any(x.axes_of(d) for d in range(first, x.ndim))
     return None if lies or not x.states else Proposal((), (), program=_on_blank)
 
 
 def _on_blank(tools: Toolbox, op: Any, grad: Any, x: Any, *rest: Any) -> Any:
-    return op(grad, _blank(x, x.shape), *rest)
-
-
-def _windows_back(call: Call) -> Proposal | None:
-    return _windows(call) or by_shape(call)
-
-
-def _each(value: Any, count: int) -> list[int]:
-    several = list(value) if isinstance(value, list | tuple) else [value]
-    return several * count if len(several) == 1 else several
-
-
-def _dealt(factor: Factor, stride: int, count: int) -> tuple[Dim, Dim]:
-    """A sharded dim with its borders moved to where windows begin, and the `count` windows along it; who has the last window
-    has the rest of the rows."""
-    ends = [*(min((end + stride // 2) // stride, count) for end in accumulate(factor.sizes[:-1])), count]
-    rows = [factor.size if end == count else end * stride for end in ends]
-    return tuple(  # type: ignore[return-value]
-        (Factor(stops[-1], factor.axes, tuple(b - a for a, b in zip([0, *stops], stops, strict=False))),)
-        for stops in (rows, ends)
-    )
-
-
-def _start(layout: Layout, dim: Dim) -> Number:
-    return Number(lambda place: sum(dim[0].sizes[: layout.shard(dim[0], place)]))
-
-
-def _pooled(call: Call, sizes: list[int]) -> Kernel:
-    """The operator on a rank's own windows, with indices into the whole plane."""
-    op, dtypes, count = call.op, [one.dtype for one in call.results], len(sizes)
-
-    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        *given, shape = args[:-count]
-        if not x.numel():
-            outs = tuple(x.new_empty(shape, dtype=dtype) for dtype in dtypes)
-            return outs if len(outs) > 1 else outs[0]
-        outs = op(x, *given, **kwargs)
-        if len(dtypes) == 1:
-            return outs
-        return outs[0], _renumbered(outs[1], x.shape[-count:], args[-count:], sizes)
-
-    return run
-
-
-def _scattered(call: Call, sizes: list[int]) -> Kernel:
-    """The gradient of a rank's own windows."""
-    op, count = call.op, len(sizes)
-    at = list(call.arguments).index("indices") if "indices" in call.arguments else None
-
-    def run(grad: Tensor, x: Tensor, *args: Any) -> Tensor:
-        *given, shape = args[:-count]
-        if not grad.numel():
-            return grad.new_empty(shape)
-        if at is not None:
-            given[at - 2] = _renumbered(given[at - 2], sizes, [-start for start in args[-count:]], shape[-count:])
-        return op(grad, _blank(x, shape), *given)
-
-    return run
-
-
-def _renumbered(index: Tensor, before: Sequence[int], shift: Sequence[Tensor], after: Sequence[int]) -> Tensor:
-    """Indices into a plane as indices into another one, in which it lies `shift` further along each dim."""
-    out, step = torch.zeros_like(index), 1
-    for size, more, new in zip(reversed(before), reversed(shift), reversed(after), strict=True):
-        out, index, step = out + (index % size + more) * step, index // size, step * new
-    return out
+    return op(grad, blank(x, x.shape), *rest)
 
 
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -204,10 +188,13 @@ def _scatter_back(tools: Toolbox, op: Any, grad: Any, x: Any, *rest: Any) -> Any
     return flat.view(x.shape)
 
 
-planes("avg_pool#d", "x -> y", linear=((0,),), rounds=True, function=_windows)
-planes("avg_pool#d_backward", "y, x -> x", linear=((0,),), function=_windows_back)
-planes("max_pool#d_with_indices", "x -> y, y", function=_windows)
-planes("max_pool#d_with_indices_backward", "y, x, y -> x", linear=((0,),), function=_windows_back)
+_average, _average_back = LocalWindows(_averaged, _average_words), LocalWindows(_averaged_back, _average_words)
+_AS_PROGRAM = "shard: along the plane a program takes it, whatever the windows"
+planes("avg_pool#d", "x -> y", local=_average, linear=((0,),), rounds=True, unoffered=_AS_PROGRAM)
+planes("avg_pool#d_backward", "y, x -> x", local=_average_back, linear=((0,),), function=by_shape)
+planes("max_pool#d_with_indices", "x -> y, y", local=LocalWindows(_largest, fill=lowest), unoffered=_AS_PROGRAM)
+_largest_gradient = LocalWindows(_largest_back)
+planes("max_pool#d_with_indices_backward", "y, x, y -> x", local=_largest_gradient, linear=((0,),), function=by_shape)
 planes("_adaptive_avg_pool#d", "x -> y", linear=((0,),))
 planes("_adaptive_avg_pool#d_backward", "y, x -> x", linear=((0,),), function=by_shape)
 planes("adaptive_max_pool#d", "x -> y, y")

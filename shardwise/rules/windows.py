@@ -1,14 +1,15 @@
-"""Convolution and pooling where the plane is sharded: a rank computes its share of the windows from its shard and the rows that
-other ranks send it. What the rows of `rules/` say of batch and channels holds beside.
+"""`windowed`: rows of convolution and pooling, which also run on a sharded plane. Each rank computes some of the windows, from
+its shard and the rows that other ranks send it; where no window crosses a border, nothing is sent.
 
 The windows along a sharded dim are sharded by the same axes, into sizes that follow. Whether rows are sent, or the sharding is
 moved to another dim, or the plane gathered, is decided by what each costs. The plane of a transposed convolution is gathered.
+What the row itself says of batch and channels holds beside.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,13 +18,12 @@ import torch
 from torch import Tensor
 
 from ..comm import check, transport
-from ..layouts.dtypes import lowest
 from ..layouts.layout import Factor, Layout, Number, PerRank, SymbolicLayout, sharded, whole
 from ..planning.cost import PER_WORK, route
 from ..planning.plan import plan
 from ..propagation.decide import decide
 from ..propagation.notation import Call, Kernel, Proposal, Rule
-from ..propagation.table import TABLE
+from ..propagation.table import make_row, rule
 from ..redistribution.run import move
 from ..tensor.schema import signature
 from ..tensor.toolbox import Toolbox
@@ -47,7 +47,7 @@ class Plane(NamedTuple):
 
     @property
     def axes(self) -> list[str]:
-        """The axes that sharding it."""
+        """The axes that shard it."""
         return [axis for factor in self.held.values() for axis in factor.axes]
 
     @property
@@ -66,16 +66,20 @@ class Plane(NamedTuple):
         return [0 if d in self.held else along.pad for d, along in zip(self.dims, self.windows, strict=True)]
 
 
-class Way(NamedTuple):
-    """How an operator is run on stretches: which words of the call the local operator gets otherwise, what makes the function
-    that each rank runs, from the plane, the local operator and the words; and what rows outside hold."""
+def _unchanged(call: Call, plane: Plane) -> dict[str, Any]:
+    return {}
 
-    words: Callable[[Call, Plane], dict[str, Any]]
+
+class LocalWindows(NamedTuple):
+    """How an operator is run on stretches: what makes the function that each rank runs, from the plane, the local operator and
+    the call; which arguments, beside the padding, the local operator gets otherwise; and what rows outside hold."""
+
     kernel: Callable[[Plane, Kernel, Call], Kernel]
+    words: Callable[[Call, Plane], dict[str, Any]] = _unchanged
     fill: Callable[[torch.dtype], Any] | None = None
 
 
-class Choice(NamedTuple):
+class StretchedCall(NamedTuple):
     """A call on stretches: the layouts that its tensors want (None: the shape alone is asked for), those of its results, and
     that of the plane."""
 
@@ -94,7 +98,7 @@ _ROLES = {"input": "plane", "self": "plane", "grad_output": "windows", "indices"
 # ── deciding ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _function(row: Rule, way: Way, call: Call) -> Proposal | Rule | None:
+def _function(row: Rule, way: LocalWindows, call: Call) -> Proposal | Rule | None:
     """What the row itself says, unless sending rows costs less."""
     choice = _choice(row, way, call)
     if choice is None or _seconds(choice, call) >= _seconds_otherwise(row, call):
@@ -102,18 +106,22 @@ def _function(row: Rule, way: Way, call: Call) -> Proposal | Rule | None:
     return Proposal(call.tensors, (), program=partial(_run, choice))
 
 
-def _choice(row: Rule, way: Way, call: Call) -> Choice | None:
+def _choice(row: Rule, way: LocalWindows, call: Call) -> StretchedCall | None:
     """The call on stretches; None where no dim of the plane is sharded, or this way is none for it."""
     mask = call.arguments.get("output_mask")
     several = [call.arguments.get(name) for name in (_source(call), "grad_output")]
-    if call.arguments.get("transposed") or (mask and mask[2]) or not any(_cut(t, d) for t in several for d in _dims(call)):
+    if (
+        call.arguments.get("transposed")
+        or (mask and mask[2])
+        or not any(_intervals_of(t, d) for t in several for d in _dims(call))
+    ):
         return None
     if any(isinstance(t, SymbolicLayout) for t in call.tensors):
         raise TypeError("which rows are sent depends on the size of a plane: it has to be settled")
     if not all(all(t.shape) for t in call.tensors):
         return None
     plane = _plane(call)
-    inner = _inner(call, plane, way.words(call, plane))
+    inner = _inner(call, plane, {"padding": plane.unpadded(), **way.words(call, plane)})
     decision = decide(row, inner)
     if decision.program is not None:
         return None
@@ -124,7 +132,7 @@ def _choice(row: Rule, way: Way, call: Call) -> Choice | None:
     results = tuple(_placed(t, plane, role) for t, role in zip(decision.results, _roles(call), strict=True) if t is not None)
     kernel = way.kernel(plane, decision.kernel or call.op, call)
     asked = {name: want if name != _source(call) or _reads(call) else None for name, want in wants.items()}
-    return Choice(plane, inner.arguments, asked, results, source, kernel, way.fill(source.dtype) if way.fill else 0)
+    return StretchedCall(plane, inner.arguments, asked, results, source, kernel, way.fill(source.dtype) if way.fill else 0)
 
 
 def _source(call: Call) -> str:
@@ -146,17 +154,17 @@ def _roles(call: Call) -> list[str]:
     if "grad_output" not in call.arguments:
         return ["windows"] * len(call.results)
     asked = call.arguments.get("output_mask", (True,))
-    return [role for role, is_asked in zip(("plane", "pending"), asked, strict=False) if is_asked]
+    return [role for role, is_asked in zip(("plane", "weight"), asked, strict=False) if is_asked]
 
 
 def _placed(layout: Layout, plane: Plane, role: str) -> Layout:
-    if role == "pending":
+    if role == "weight":
         return layout.replace(partials=[*layout.partials, *((axis, "sum") for axis in plane.axes)])
-    cuts = {"plane": plane.held, "windows": plane.shared}.get(role, {})
-    return layout.replace(dims=[(cuts[d],) if d in cuts else dim for d, dim in enumerate(layout.dims)])
+    factors = {"plane": plane.held, "windows": plane.shared}.get(role, {})
+    return layout.replace(dims=[(factors[d],) if d in factors else dim for d, dim in enumerate(layout.dims)])
 
 
-def _each(value: Any, count: int) -> list[int]:
+def each_dim(value: Any, count: int) -> list[int]:
     several = list(value) if isinstance(value, list | tuple) else [value]
     return several * count if len(several) == 1 else several
 
@@ -173,22 +181,22 @@ def _plane(call: Call) -> Plane:
     count = len(dims)
     made = (call.results[0] if outer is None else outer).shape[dims.start :]
     words = (kernel, call["stride"] or kernel, call["padding"], call.arguments.get("dilation", 1))
-    each = zip(*(_each(word, count) for word in words), made, strict=True)
+    each = zip(*(each_dim(word, count) for word in words), made, strict=True)
     windows = tuple(Windows(stride, pad, dilation * (k - 1) + 1, n) for k, stride, pad, dilation, n in each)
     held: dict[int, Factor] = {}
     shared: dict[int, Factor] = {}
     for d, along in zip(dims, windows, strict=True):
-        cuts = [_cut(layout, d) for layout in (source, outer)]
-        free = [c for c in cuts if c and not {axis for f in held.values() for axis in f.axes} & set(c.axes)]
+        shardings = [_intervals_of(layout, d) for layout in (source, outer)]
+        free = [c for c in shardings if c and not {axis for f in held.values() for axis in f.axes} & set(c.axes)]
         if free:
             axes = free[0].axes
-            held[d] = free[0] if free[0] is cuts[0] else sharded(source.shape[d], axes, source.mesh)
-            alike = cuts[1] is not None and cuts[1].axes == axes
-            shared[d] = cuts[1] if alike and cuts[1] else Factor(along.total, axes, share(held[d], along))
-    return Plane(dims, windows, tuple(_each(kernel, count)), tuple(source.shape[dims.start :]), held, shared)
+            held[d] = free[0] if free[0] is shardings[0] else sharded(source.shape[d], axes, source.mesh)
+            theirs = shardings[1]
+            shared[d] = theirs if theirs and theirs.axes == axes else Factor(along.total, axes, share(held[d], along))
+    return Plane(dims, windows, tuple(each_dim(kernel, count)), tuple(source.shape[dims.start :]), held, shared)
 
 
-def _cut(layout: Layout | None, dim: int) -> Factor | None:
+def _intervals_of(layout: Layout | None, dim: int) -> Factor | None:
     """The dim of a layout, if it is sharded into intervals."""
     if layout is None or len(layout.dims[dim]) > 1:
         return None
@@ -216,7 +224,7 @@ def _with(call: Call, tensors: dict[str, Layout]) -> Call:
 # ── costs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _seconds(choice: Choice, call: Call) -> float:
+def _seconds(choice: StretchedCall, call: Call) -> float:
     """What it takes to send rows, to move the tensors, and to compute."""
     mesh = choice.source.mesh
     routes = [route(mesh, mesh.sorted_axes(one.held.axes)) for one in choice.plane.halos]
@@ -247,7 +255,7 @@ def _work(outer: Any, call: Call, plane: Plane) -> float:
     return float(outer.nbytes / outer.dtype.itemsize * math.prod(plane.kernel) * channels * PER_WORK)
 
 
-def _bytes(choice: Choice) -> list[int]:
+def _bytes(choice: StretchedCall) -> list[int]:
     """Bytes that the worst rank receives for each sharding dim; stretches along one dim travel along the next."""
     layout, found = choice.source, []
     shape = {d: layout.held(d) for d in range(layout.ndim)}
@@ -257,12 +265,12 @@ def _bytes(choice: Choice) -> list[int]:
     return found
 
 
-def _crossings(choice: Choice) -> int:
+def _crossings(choice: StretchedCall) -> int:
     """How often rows cross: where the plane is read, and where its gradient goes back."""
     return (None not in choice.wants.values()) + _gives_back(choice)
 
 
-def _gives_back(choice: Choice) -> bool:
+def _gives_back(choice: StretchedCall) -> bool:
     """Whether the first result is the gradient of the plane."""
     mask = choice.words.get("output_mask", (True,))
     return "grad_output" in choice.wants and bool(mask[0])
@@ -271,7 +279,7 @@ def _gives_back(choice: Choice) -> bool:
 # ── running ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _run(choice: Choice, tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
+def _run(choice: StretchedCall, tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
     """Bring in rows, run the operator on every rank's stretch, and give back what gradients belong to others."""
     mesh, plane, source = choice.source.mesh, choice.plane, choice.source
     total = _crossings(choice) * sum(_bytes(choice))
@@ -285,7 +293,7 @@ def _run(choice: Choice, tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> 
             local = move(local, have, want, tools.operator)
             values[name] = brought(local, plane.halos, want, choice.fill) if _ROLES.get(name) == "plane" else local
         else:
-            values[name] = transport(mesh).each(_blank, mesh, values["grad_output"], _stretched(choice))
+            values[name] = transport(mesh).each(blank, mesh, values["grad_output"], _stretched(choice))
     numbers = [transport(mesh).number(first, mesh) for first in plane.firsts(source)]
     starts = [transport(mesh).number(first, mesh) for first in _starts(plane, source)]
     shapes = [PerRank(layout.local_shape) for layout in choice.results]
@@ -298,7 +306,7 @@ def _run(choice: Choice, tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> 
     return tuple(wrapped) if isinstance(outs, tuple) else wrapped[0]
 
 
-def _stretched(choice: Choice) -> PerRank:
+def _stretched(choice: StretchedCall) -> PerRank:
     """The shape of each rank's stretch."""
     layout, halos = choice.source, choice.plane.halos
 
@@ -321,146 +329,29 @@ def _starts(plane: Plane, layout: Layout) -> list[Number]:
     return [number(d) for d in plane.dims]
 
 
-def _blank(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor for an operator that wants to know a shape."""
+def blank(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor for an operator that wants to know a shape: it holds no data."""
     return like.new_empty(()).expand(shape)
 
 
-def _trimmed(out: Tensor, shape: Sequence[int]) -> Tensor:
+def trimmed(out: Tensor, shape: Sequence[int]) -> Tensor:
     """What a rank keeps: one without windows has computed one, of rows outside."""
     for d, n in enumerate(shape):
         out = out if out.shape[d] == n else out.narrow(d, 0, n).contiguous()
     return out
 
 
-def _one_at_least(x: Tensor, plane: Plane) -> Tensor:
+def one_at_least(x: Tensor, plane: Plane) -> Tensor:
+    """A tensor of windows with at least one along each sharded dim of the plane."""
     for d in plane.held:
         x = at_least_one(x, d)
     return x
 
 
-# ── convolution ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _convolved(plane: Plane, run: Kernel, call: Call) -> Kernel:
-    def local(values: list[Any], firsts: Any, starts: Any, shape: Sequence[int]) -> Tensor:
-        return _trimmed(run(*values), shape)
-
-    return local
-
-
-def _convolved_back(plane: Plane, run: Kernel, call: Call) -> Kernel:
-    def local(values: list[Any], firsts: Any, starts: Any, shape: Sequence[int]) -> Any:
-        grad, *rest = values
-        return tuple(run(_one_at_least(grad, plane), *rest))
-
-    return local
-
-
-def _conv_words(call: Call, plane: Plane) -> dict[str, Any]:
-    return {"padding": plane.unpadded()}
-
-
-# ── pooling ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _largest(plane: Plane, run: Kernel, call: Call) -> Kernel:
-    dilation = _each(call["dilation"], len(plane.dims))
-
-    def local(values: list[Any], firsts: Sequence[Tensor], starts: Any, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-        found, index = run(*values)
-        stretch = values[0].shape[plane.dims.start :]
-        return _trimmed(found, shape), _trimmed(_renumbered(index, stretch, firsts, plane.sizes, dilation), shape)
-
-    return local
-
-
-def _largest_back(plane: Plane, run: Kernel, call: Call) -> Kernel:
-    none = [1] * len(plane.dims)
-
-    def local(values: list[Any], firsts: Sequence[Tensor], starts: Any, shape: Sequence[int]) -> Tensor:
-        grad, blank, *words, index = values
-        index = _renumbered(index, plane.sizes, [-first for first in firsts], blank.shape[plane.dims.start :], none)
-        return run(_one_at_least(grad, plane), blank, *words, _one_at_least(index, plane))
-
-    return local
-
-
-def _renumbered(
-    index: Tensor, before: Sequence[int], shift: Sequence[Tensor], after: Sequence[int], step: Sequence[int]
-) -> Tensor:
-    """Indices into one plane as indices into another, in which it lies `shift` further along each dim. Where a window holds
-    nothing larger than rows outside do, torch names its first row inside."""
-    out, width = torch.zeros_like(index), 1
-    for size, more, new, gap in zip(reversed(before), reversed(shift), reversed(after), reversed(step), strict=True):
-        row = index % size + more
-        out = out + torch.where(row < 0, row % gap, row) * width
-        index, width = index // size, width * new
-    return out
-
-
-def _averaged(plane: Plane, run: Kernel, call: Call) -> Kernel:
-    divisor = _divisor(plane, call)
-
-    def local(values: list[Any], firsts: Any, starts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        out = run(*values)
-        return _trimmed(divisor(out, starts), shape)
-
-    return local
-
-
-def _averaged_back(plane: Plane, run: Kernel, call: Call) -> Kernel:
-    divisor = _divisor(plane, call)
-
-    def local(values: list[Any], firsts: Any, starts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        grad, *rest = values
-        return run(divisor(_one_at_least(grad, plane), starts), *rest)
-
-    return local
-
-
-def _is_plain(call: Call, plane: Plane) -> bool:
-    """Whether all windows are divided by the same number."""
-    inside = call["count_include_pad"] or not any(along.pad for along in plane.windows)
-    return bool(call["divisor_override"]) or (inside and not call["ceil_mode"])
-
-
-def _average_words(call: Call, plane: Plane) -> dict[str, Any]:
-    divisor = call["divisor_override"] or (math.prod(plane.kernel) if _is_plain(call, plane) else 1)
-    return {"padding": plane.unpadded(), "count_include_pad": True, "divisor_override": divisor}
-
-
-def _divisor(plane: Plane, call: Call) -> Callable[[Tensor, Sequence[Tensor]], Tensor]:
-    """Divides windows by how many rows of the padded plane, or of the plane alone, each looks at."""
-    is_plain, padded = _is_plain(call, plane), bool(call["count_include_pad"])
-
-    def divided(out: Tensor, starts: Sequence[Tensor]) -> Tensor:
-        if is_plain:
-            return out
-        for d, start, along, size in zip(plane.dims, starts, plane.windows, plane.sizes, strict=True):
-            first = (torch.arange(out.shape[d], device=out.device) + start) * along.stride - along.pad
-            last = (first + along.span).clamp(max=size + along.pad)
-            count = (last - first if padded else last.clamp(max=size) - first.clamp(min=0)).clamp(min=1)
-            count = count.view([-1 if other == d else 1 for other in range(out.ndim)])
-            out = out / count if out.is_floating_point() else torch.div(out, count, rounding_mode="trunc")
-        return out
-
-    return divided
-
-
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _windowed(names: Iterable[str], way: Way) -> None:
-    """Rows that exist already, and let rows be sent where the plane is sharded."""
-    for name in names:
-        row = TABLE[f"aten.{name}"]
-        TABLE[f"aten.{name}"] = replace(row, function=partial(_function, row, way))
-
-
-_windowed(["convolution"], Way(_conv_words, _convolved))
-_windowed(["convolution_backward"], Way(_conv_words, _convolved_back))
-_windowed(["max_pool2d_with_indices", "max_pool3d_with_indices"], Way(_conv_words, _largest, lowest))
-_windowed(["max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward"], Way(_conv_words, _largest_back))
-_windowed(["avg_pool2d", "avg_pool3d"], Way(_average_words, _averaged))
-_windowed(["avg_pool2d_backward", "avg_pool3d_backward"], Way(_average_words, _averaged_back))
+def windowed(names: str, text: str | None, local: LocalWindows, **words: Any) -> None:
+    """Rows whose operators run on stretches where that costs less than what the sentence and the words say."""
+    row = make_row(text, **words)
+    rule(names, text, **{**words, "function": partial(_function, row, local)})
