@@ -34,17 +34,14 @@ def missing(have: Layout, want: Layout, pooled: tuple[str, ...] = ()) -> int:
     24
     """
     if have.mesh is want.mesh:
-        at = points(have.mesh, have.mesh.sorted_axes(_cutting(have) | _cutting(want)))
+        used = {axis for layout in (have, want) for axis, state in layout.states.items() if isinstance(state, int)}
+        at = points(have.mesh, have.mesh.sorted_axes(used))
         return max(_lacks(have, at, want, at, pooled)) * want.dtype.itemsize
     found = [(have.mesh.place(rank), place) for place, rank in enumerate(want.mesh.ranks)]
     both = [(place, other) for place, other in found if place is not None]
     new = [math.prod(want.local_shape(other)) for place, other in found if place is None]
     here, there = _at(have.mesh, [place for place, _ in both]), _at(want.mesh, [other for _, other in both])
     return max([*new, *(_lacks(have, here, want, there) if both else ())]) * want.dtype.itemsize
-
-
-def _cutting(layout: Layout) -> set[str]:
-    return {axis for axis, state in layout.states.items() if isinstance(state, int)}
 
 
 def _lacks(have: Layout, here: Points, want: Layout, there: Points, pooled: tuple[str, ...] = ()) -> list[int]:
@@ -75,7 +72,7 @@ def points(mesh: Mesh, axes: tuple[str, ...], most: int = MOST_POINTS) -> Points
     """
     sizes = {axis: mesh.axis_sizes[axis] for axis in axes}
     few = math.prod(sizes.values()) > most
-    every = list(product(*[_span(sizes.get(axis, 1), few) for axis in mesh.axes]))
+    every = list(product(*[_some(sizes.get(axis, 1), few) for axis in mesh.axes]))
     return {axis: [point[i] for point in every] for i, axis in enumerate(mesh.axes)}
 
 
@@ -90,7 +87,7 @@ def indices(mesh: Mesh, axes: tuple[str, ...], most: int = MOST_POINTS) -> list[
     return found
 
 
-def _span(size: int, few: bool) -> Sequence[int]:
+def _some(size: int, few: bool) -> Sequence[int]:
     return sorted({0, 1, size // 2, size - 1}) if few and size > 4 else range(size)
 
 

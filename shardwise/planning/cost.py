@@ -15,7 +15,7 @@ from ..layouts.mesh import Mesh
 
 
 class Link(NamedTuple):
-    """Seconds to start a collective, and seconds for each byte that a rank receives in it."""
+    """Launch latency of a collective in seconds, and seconds for each byte that a rank receives in it."""
 
     latency: float
     per_byte: float
@@ -56,7 +56,7 @@ def set_links(mesh: Mesh, measured: Mapping[str, Link]) -> None:
     for axis in measured:
         mesh.size_of(axis)
     _measured[mesh.root.text] = {**links(mesh), **measured}
-    cache_clear(*CHOICES, "routes")
+    cache_clear(*CHOICES, "links of axes")
 
 
 def route(mesh: Mesh, axes: tuple[str, ...]) -> Link:
@@ -71,7 +71,7 @@ def route(mesh: Mesh, axes: tuple[str, ...]) -> Link:
     return _route(mesh.root, axes)
 
 
-@memo("routes", limit=4096)
+@memo("links of axes", limit=4096)
 def _route(root: Mesh, axes: tuple[str, ...]) -> Link:
     crossed = [axis for axis in axes if root.axis_sizes[axis] > 1]
     known = links(root)
@@ -90,24 +90,22 @@ def _route(root: Mesh, axes: tuple[str, ...]) -> Link:
 # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def all_gather(nbytes: float, ranks: int, link: Link) -> float:
-    """Each rank holds `nbytes` and receives what the others hold."""
-    return 0.0 if ranks == 1 else link.latency + nbytes * (ranks - 1) * link.per_byte
+def received(kind: str, nbytes: float, ranks: int) -> float:
+    """Bytes that a rank receives in a collective to which each of `ranks` gives `nbytes`: an all_gather brings what the others
+    hold, a reduce_scatter and an all_to_all bring one share from each of them, an all_reduce is a reduce_scatter of shares and
+    an all_gather of their sums.
+
+    >>> [received(kind, 8, 4) for kind in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")]
+    [24, 6.0, 6.0, 12.0]
+    """
+    if kind == "all_gather":
+        return nbytes * (ranks - 1)
+    return (2 if kind == "all_reduce" else 1) * nbytes * (ranks - 1) / ranks
 
 
-def reduce_scatter(nbytes: float, ranks: int, link: Link) -> float:
-    """Each rank holds `nbytes` partial and ends with its part of the sum."""
-    return 0.0 if ranks == 1 else link.latency + nbytes * (ranks - 1) / ranks * link.per_byte
-
-
-def all_reduce(nbytes: float, ranks: int, link: Link) -> float:
-    """Each rank holds `nbytes` partial and ends with the whole sum."""
-    return 0.0 if ranks == 1 else link.latency + 2 * nbytes * (ranks - 1) / ranks * link.per_byte
-
-
-def all_to_all(nbytes: float, ranks: int, link: Link) -> float:
-    """Each rank holds `nbytes`, keeps one part and sends the others."""
-    return 0.0 if ranks == 1 else link.latency + nbytes * (ranks - 1) / ranks * link.per_byte
+def collective(kind: str, nbytes: float, ranks: int, link: Link) -> float:
+    """Seconds of a collective to which each of `ranks` gives `nbytes`."""
+    return 0.0 if ranks == 1 else link.latency + received(kind, nbytes, ranks) * link.per_byte
 
 
 def local(nbytes: float) -> float:
@@ -126,8 +124,8 @@ def change(have: int | str | None, want: int | str | None, nbytes: float, ranks:
         return local(nbytes)
     if isinstance(have, str):
         if isinstance(want, int):
-            return reduce_scatter(nbytes, ranks, link)
-        return all_reduce(nbytes, ranks, link) + (0.0 if want is None else local(nbytes))
+            return collective("reduce_scatter", nbytes, ranks, link)
+        return collective("all_reduce", nbytes, ranks, link) + (0.0 if want is None else local(nbytes))
     if isinstance(want, int):
-        return all_to_all(nbytes, ranks, link)
-    return all_gather(nbytes, ranks, link) + (0.0 if want is None else local(nbytes * ranks))
+        return collective("all_to_all", nbytes, ranks, link)
+    return collective("all_gather", nbytes, ranks, link) + (0.0 if want is None else local(nbytes * ranks))

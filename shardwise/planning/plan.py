@@ -1,7 +1,7 @@
 """plan(have, want): the cheapest steps that turn one layout into another, with a certificate. Pure, cached, bounded.
 
 On one mesh the steps come from `search`; between meshes what is partial is reduced first, then exactly the shards that ranks
-lack are transferred. Every plan is interpreted on index sets when it is made (`denote`).
+lack are transferred. Every plan is proven on index sets when it is made (`proof`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ..base.argument_checks import choice, instance, integer, optional, several
 from ..base.caches import memo
@@ -19,7 +18,7 @@ from ..layouts.layout import Factor, Layout, default_sizes
 from .bounds import lower_bound
 from .cost import Link, links, route
 from .proof import prove
-from .search import AT_HAND, STARTS, search, seconds
+from .search import LAUNCHES, LOCAL_SECONDS, search, seconds
 from .step import LOCAL, Step
 
 #: Ways to plan that `Plan.explain` compares with the chosen one: steps left out, and whether the memory bound is lifted.
@@ -147,12 +146,12 @@ def _time(cost: float) -> str:
 
 def _seconds(step: Step) -> float:
     if step.kind in LOCAL:
-        return AT_HAND
+        return LOCAL_SECONDS
     return seconds(step.kind, _link(step), step.bytes) if step.communicates else 0.0
 
 
 def _link(step: Step) -> Link:
-    """What starts and bytes of a step cost; a transfer goes over the slowest links of either mesh."""
+    """Launch latency and seconds per byte of a step; a transfer goes over the slowest links of either mesh."""
     if step.kind != "transfer":
         return route(step.before.mesh, step.axes)
     every = [link for layout in (step.before, step.after) for link in links(layout.mesh).values()]
@@ -172,17 +171,15 @@ def plan(have: Layout, want: Layout, max_bytes: int | None = None, without: Iter
     f32[8, 4 | sum@a, sum@b] → f32[8, 4]: 1 collective, 192 bytes received (at least 192: 1.00), peak 128 bytes, 20 µs
       all_reduce over a,b  → f32[8, 4]  192 bytes
     """
+    if type(without) is not tuple:
+        without = several(without, "plan: without", f"several of {', '.join(LAUNCHES)}")
     try:
-        start, goal, left_out = have.concrete, want.concrete, without if type(without) is tuple else _kinds(without)
+        start, goal = have.concrete, want.concrete
     except AttributeError:  # looked at only here, since every move comes this way
         for name, layout in (("have", have), ("want", want)):
             instance(layout, Layout, f"plan: {name}", "a Layout, such as x.layout or sw.layout(...)")
         raise
-    return _plan(start, goal, max_bytes, left_out)
-
-
-def _kinds(without: Any) -> tuple[Any, ...]:
-    return several(without, "plan: without", f"several of {', '.join(STARTS)}")
+    return _plan(start, goal, max_bytes, without)
 
 
 @memo("plans", limit=4096)
@@ -207,7 +204,7 @@ def _lifted(have: Layout, want: Layout) -> tuple[Layout, Layout]:
 def _check(have: Layout, want: Layout, max_bytes: int | None, without: tuple[str, ...]) -> None:
     optional(integer, max_bytes, "plan: max_bytes", 0)
     for kind in without:
-        choice(kind, "plan: without", STARTS)
+        choice(kind, "plan: without", LAUNCHES)
     if have.shape != want.shape or have.dtype != want.dtype:
         raise LayoutError(f"redistribute changes where a tensor lies, not its shape or dtype: {have} to {want}")
     for one, other in ((have.mesh.world, want.mesh.world), (have.mesh.device, want.mesh.device)):
@@ -231,16 +228,13 @@ def _on_one_mesh(have: Layout, want: Layout, cap: int, lenient: bool, without: t
         steps = search(have, want, math.inf, without)
     if steps is None:
         freely = search(have, want, math.inf, without)
-        needs = "no steps are left that lead there" if freely is None else f"the least is {_peak(freely):,} bytes"
+        least = max(step.after.nbytes for step in freely) if freely else 0
+        needs = "no steps are left that lead there" if freely is None else f"the least is {least:,} bytes"
         made = "with the groups that were made (sw.Mesh.flatten makes more)" if have.mesh.explicit else ""
         raise PlanError(f"redistribute {have} → {want} within {cap:,} bytes a rank {made}: {needs}; allow more by max_bytes=")
     if have.mesh.explicit:
         _warn_of_missing_groups(steps, search(have, want, cap, without, True))
     return steps
-
-
-def _peak(steps: tuple[Step, ...]) -> int:
-    return max(step.after.nbytes for step in steps)
 
 
 _warned: set[tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = set()
@@ -280,15 +274,15 @@ def _across(have: Layout, want: Layout, cap: int) -> tuple[Step, ...]:
 
 
 def _reduced_ways(have: Layout) -> list[Layout]:
-    """The layouts to transfer from: nothing partial, the axes of what was either replicated or sharding one dim further."""
-    pending = tuple(axis for axis, _ in have.partials)
-    if not pending:
+    """The layouts to transfer from: nothing partial, and the axes of what was replicated, or used to shard a dim further."""
+    axes = tuple(axis for axis, _ in have.partials)
+    if not axes:
         return [have]
     ways = [have.reduced()]
     for dim, factors in enumerate(have.dims):
         if len(factors) == 1:
-            parts = [have.mesh.axis_sizes[axis] for axis in pending]
+            parts = [have.mesh.axis_sizes[axis] for axis in axes]
             sizes = tuple(shard for size in factors[0].sizes for shard in default_sizes(size, parts))
-            cut = Factor(factors[0].size, (*factors[0].axes, *pending), sizes)
-            ways.append(have.replace(dims=[*have.dims[:dim], (cut,), *have.dims[dim + 1 :]], partials=()))
+            further = Factor(factors[0].size, (*factors[0].axes, *axes), sizes)
+            ways.append(have.replace(dims=[*have.dims[:dim], (further,), *have.dims[dim + 1 :]], partials=()))
     return ways

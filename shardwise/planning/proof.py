@@ -64,11 +64,11 @@ def _inside(part: list[Run], of: list[Run]) -> bool:
 
 def _pooled(layout: Layout, dim: int, axes: tuple[str, ...]) -> Callable[[Point], list[Run]]:
     """What each group over `axes` holds of a dim together; a shard that two of a group hold counts as an error."""
-    cuts = set(layout.axes_of(dim))
-    kept = layout.mesh.sorted_axes(cuts.difference(axes))
+    sharding = set(layout.axes_of(dim))
+    kept = layout.mesh.sorted_axes(sharding.difference(axes))
     found: dict[tuple[int, ...], list[Run]] = {}
     held = _held(layout, dim)
-    for at in _points(layout, cuts):
+    for at in _points(layout, sharding):
         found.setdefault(tuple([at[axis] for axis in kept]), []).extend(held(at))
     for key, runs in found.items():
         merged: list[Run] = []
@@ -85,7 +85,7 @@ def _pooled(layout: Layout, dim: int, axes: tuple[str, ...]) -> Callable[[Point]
 
 def _every_dim(step: Step, holds: Callable[[int], bool]) -> bool:
     """Whether something holds of every dim that a step shards otherwise."""
-    return all(holds(dim) for dim in range(step.before.ndim) if step.before.dims[dim] != step.after.dims[dim])
+    return all(map(holds, _changed(step)))
 
 
 def _shrinks(step: Step, dim: int) -> bool:
@@ -133,12 +133,8 @@ def _partial_over(step: Step, gone: bool = False, come: bool = False) -> bool:
     )
 
 
-def _same_cuts(step: Step) -> bool:
-    return step.before.dims == step.after.dims
-
-
 def _all_reduce(step: Step) -> bool:
-    return _same_cuts(step) and _partial_over(step, gone=True)
+    return not _changed(step) and _partial_over(step, gone=True)
 
 
 def _reduce_scatter(step: Step) -> bool:
@@ -170,9 +166,9 @@ def _permute(step: Step) -> bool:
     """Each rank ends with a shard that some rank of its group held, and no shard is wanted by more ranks than held it."""
     if not _partial_over(step):
         return False
-    pieces = zip(step.before.dims, step.after.dims, strict=True)
-    cuts = {a for layout in (step.before, step.after) for i in _changed(step) for a in layout.axes_of(i)}
-    return cuts == set(step.axes) and all([f.sizes for f in one] == [f.sizes for f in other] for one, other in pieces)
+    pairs = zip(step.before.dims, step.after.dims, strict=True)
+    sharding = {a for layout in (step.before, step.after) for i in _changed(step) for a in layout.axes_of(i)}
+    return sharding == set(step.axes) and all([f.sizes for f in one] == [f.sizes for f in other] for one, other in pairs)
 
 
 def _changed(step: Step) -> list[int]:
@@ -184,7 +180,7 @@ def _take(step: Step) -> bool:
 
 
 def _split(step: Step) -> bool:
-    return _same_cuts(step) and _partial_over(step, come=True) and not any(axis in step.before.states for axis in step.axes)
+    return not _changed(step) and _partial_over(step, come=True) and not any(axis in step.before.states for axis in step.axes)
 
 
 def _embed(step: Step) -> bool:
@@ -195,7 +191,7 @@ def _scale(step: Step) -> bool:
     before, after = dict(step.before.partials), dict(step.after.partials)
     changed = {axis for axis in before if before[axis] != after.get(axis)}
     kinds = {kind for axis in changed for kind in (before[axis], after.get(axis))}
-    return _same_cuts(step) and changed == set(step.axes) and before.keys() == after.keys() and kinds <= {"sum", "avg"}
+    return not _changed(step) and changed == set(step.axes) and before.keys() == after.keys() and kinds <= {"sum", "avg"}
 
 
 def _transfer(step: Step) -> bool:

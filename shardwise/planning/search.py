@@ -2,7 +2,7 @@
 
 A node is a sharding of every dim and what is partial. Edges are the kinds of `Step` over any usable subset of the axes, so what
 can be done in one collective is one edge, whatever order the axes come in. The search is A*: what is left to receive is never
-less than what the target holds beyond what is held now, and costs one more start unless local steps suffice.
+less than what the target holds beyond what is held now, and costs one more launch latency unless local steps suffice.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from ..base.caches import memo
 from ..layouts.layout import Dim, Factor, Layout, default_sizes, whole
 from ..layouts.mesh import Mesh
 from .bounds import Side, carried, indices, missing, points, products, reductions, shares
-from .cost import Link, route
+from .cost import Link, received, route
 from .step import Step
 
-#: Starts that a kind of step costs. An exchange is planned element by element, packed and unpacked.
-STARTS = {"all_reduce": 1.0, "reduce_scatter": 1.0, "all_gather": 1.0, "all_to_all": 1.0, "permute": 1.0}
-STARTS |= {"exchange": 1.2, "transfer": 1.2}
+#: Launch latencies that a kind of step costs. An exchange is planned element by element, packed and unpacked.
+LAUNCHES = {"all_reduce": 1.0, "reduce_scatter": 1.0, "all_gather": 1.0, "all_to_all": 1.0, "permute": 1.0}
+LAUNCHES |= {"exchange": 1.2, "transfer": 1.2}
 #: What is left to do is estimated from so many ranks at most: what they lack is a bound, and cheaper to count.
 MOST_POINTS = 32
-#: Seconds of a local step: not nothing, so that none is taken in vain, and no matter of bytes, since several become one.
-AT_HAND = 1e-7
+#: Cost of a local step: small but non-zero, so that useless steps are never chosen; the same for all bytes, since adjacent ones
+#: are fused.
+LOCAL_SECONDS = 1e-7
 
-Pending = tuple[tuple[str, str], ...]
+Partials = tuple[tuple[str, str], ...]
 Numbers = tuple[int, ...]
 Way = tuple[tuple[str, ...], ...]
-Node = tuple[Numbers, Pending]
+Node = tuple[Numbers, Partials]
 
 
 class Edge(NamedTuple):
@@ -45,14 +46,14 @@ class Edge(NamedTuple):
 
 
 def seconds(kind: str, link: Link, received: float) -> float:
-    """What a collective costs: starts, and bytes received. Packing is not counted: memory is much faster than any link."""
-    return STARTS[kind] * link.latency + received * link.per_byte
+    """What a collective costs: launch latency, and bytes received. Packing is not counted: memory is faster than any link."""
+    return LAUNCHES[kind] * link.latency + received * link.per_byte
 
 
-# ── shardings of one dim, as numbers ───────────────────────────────────────────────────────────────────────────────────────
+# ── shardings of one dim, as numbers ──────────────────────────────────────────────────────────────────────────────────
 
 
-class Cuts:
+class Shardings:
     """The shardings of one dim that paths go through, numbered as they turn up, so that an edge costs a few look-ups."""
 
     def __init__(self, have: Dim, want: Dim, mesh: Mesh, pooled: Sequence[str]) -> None:
@@ -66,10 +67,10 @@ class Cuts:
         self._fewer: dict[tuple[int, int], int] = {}
         self._more: dict[tuple[int, str], int] = {}
         self.size = math.prod(factor.size for factor in want)
-        self.uncut = self.number((whole(self.size),))
+        self.unsharded = self.number((whole(self.size),))
         self.have, self.want = self.number(have), self.number(want)
         self._toward: dict[tuple[int, str], int] = {}
-        self.near = {self.uncut, self.want}  # shardings that local steps turn into the target's
+        self.near = {self.unsharded, self.want}  # shardings that local steps turn into the target's
         if len(want) == 1:
             steps = [self.fewer(self.want, k) for k in range(len(want[0].axes), -1, -1)]
             self.near |= set(steps)
@@ -86,43 +87,43 @@ class Cuts:
             self.even.append(len(dim) == 1 and min(dim[0].sizes) == max(dim[0].sizes) > 0)
         return found
 
-    def fewer(self, cut: int, count: int) -> int:
+    def fewer(self, sharding: int, count: int) -> int:
         """The sharding without its `count` minor-most axes."""
-        found = self._fewer.get((cut, count))
+        found = self._fewer.get((sharding, count))
         if found is None:
-            factor = self.dims[cut][0]
-            keep = factor.axes[: len(factor.axes) - count] if len(self.dims[cut]) == 1 else ()
+            factor = self.dims[sharding][0]
+            keep = factor.axes[: len(factor.axes) - count] if len(self.dims[sharding]) == 1 else ()
             step = len(factor.sizes) // math.prod(self._mesh.axis_sizes[axis] for axis in keep)
             sizes = tuple(sum(factor.sizes[i : i + step]) for i in range(0, len(factor.sizes), step))
             made = (Factor(factor.size, keep, sizes),) if keep else (whole(self.size),)
-            found = self._fewer[cut, count] = self.number(made)
+            found = self._fewer[sharding, count] = self.number(made)
         return found
 
-    def counts(self, cut: int) -> Sequence[int]:
+    def counts(self, sharding: int) -> Sequence[int]:
         """How many minor-most axes may leave at once: any number, or all where the dim is a product of factors."""
-        return range(len(self.axes[cut]) + 1) if len(self.dims[cut]) == 1 else (0, len(self.axes[cut]))
+        return range(len(self.axes[sharding]) + 1) if len(self.dims[sharding]) == 1 else (0, len(self.axes[sharding]))
 
-    def more(self, cut: int, axis: str) -> int:
+    def more(self, sharding: int, axis: str) -> int:
         """The sharding with one more axis at its minor end: into the target's shards where that leads there, else equal
         chunks."""
-        found = self._toward.get((cut, axis)) or self._more.get((cut, axis))
+        found = self._toward.get((sharding, axis)) or self._more.get((sharding, axis))
         if found is None:
-            factor = self.dims[cut][0]
+            factor = self.dims[sharding][0]
             chunks = {size: default_sizes(size, (self._mesh.axis_sizes[axis],)) for size in set(factor.sizes)}
             sizes = tuple([shard for size in factor.sizes for shard in chunks[size]])
-            found = self._more[cut, axis] = self.number((Factor(factor.size, (*factor.axes, axis), sizes),))
+            found = self._more[sharding, axis] = self.number((Factor(factor.size, (*factor.axes, axis), sizes),))
         return found
 
-    def kept(self, cut: int) -> list[int]:
+    def kept(self, sharding: int) -> list[int]:
         """At each point of the mesh, how much of what a rank wants of this dim it (or its pool) holds."""
-        found = self._kept.get(cut)
+        found = self._kept.get(sharding)
         if found is None:
-            found = self._kept[cut] = self._shares(cut)
+            found = self._kept[sharding] = self._shares(sharding)
         return found
 
-    def _shares(self, cut: int) -> list[int]:
-        dim, want = self.dims[cut], self.dims[self.want]
-        if len(dim) > 1 or len(want) > 1 or any(axis in self._pooled for axis in self.axes[cut]):
+    def _shares(self, sharding: int) -> list[int]:
+        dim, want = self.dims[sharding], self.dims[self.want]
+        if len(dim) > 1 or len(want) > 1 or any(axis in self._pooled for axis in self.axes[sharding]):
             at = points(self._mesh, self._mesh.axes, MOST_POINTS)
             return shares(Side(dim, self._mesh, at), Side(want, self._mesh, at), self._pooled)
         if self._goals is None:
@@ -131,9 +132,9 @@ class Cuts:
         every = zip(indices(self._mesh, dim[0].axes, MOST_POINTS), self._goals, strict=True)
         return [max(0, min(starts[i + 1], stop) - max(starts[i], start)) for i, (start, stop) in every]
 
-    def renamed(self, cut: int, axes: tuple[str, ...]) -> int:
+    def renamed(self, sharding: int, axes: tuple[str, ...]) -> int:
         """The same shards, dealt out along other axes."""
-        factor = self.dims[cut][0]
+        factor = self.dims[sharding][0]
         return self.number((factor._replace(axes=axes),))
 
 
@@ -147,71 +148,76 @@ class Space:
         self.mesh, self.have, self.want, self.cap, self.without = have.mesh, have, want, cap, frozenset(without)
         pooled = tuple(axis for axis, _ in want.partials)
         self.group = math.prod([self.mesh.axis_sizes[axis] for axis in pooled])
-        self.cuts = [Cuts(h, w, self.mesh, pooled) for h, w in zip(have.dims, want.dims, strict=True)]
+        self.tables = [Shardings(h, w, self.mesh, pooled) for h, w in zip(have.dims, want.dims, strict=True)]
         self.item = have.dtype.itemsize
-        self.start: Node = tuple(c.have for c in self.cuts), have.partials
-        self.goal: Node = tuple(c.want for c in self.cuts), want.partials
+        self.start: Node = tuple(c.have for c in self.tables), have.partials
+        self.goal: Node = tuple(c.want for c in self.tables), want.partials
         self._every_group = every_group
         self._links: dict[tuple[str, ...], Link] = {}
         routes = [route(self.mesh, (axis,)) for axis, n in self.mesh.axis_sizes.items() if n > 1]
         self._least = min([link.per_byte for link in routes], default=0.0)
-        self.start_seconds = min([link.latency for link in routes], default=0.0)
-        # Links alike and exchanges at hand: from what is held, cut towards the target, one exchange brings the rest at the
-        # bound of bytes. Other shardings on the way could save a fifth of a start at most.
+        self.latency = min([link.latency for link in routes], default=0.0)
+        # Links alike and exchanges at hand: from what is held, sharded towards the target, one exchange brings the rest at the
+        # bound of bytes. Other shardings on the way could save a fifth of a launch latency at most.
         at_hand = "exchange" not in self.without and (every_group or not self.mesh.explicit)
         self.straight = len(set(routes)) <= 1 and at_hand and not want.partials
         self._all = self.mesh.size() <= MOST_POINTS
         self._lacking: dict[Numbers, tuple[int, int]] = {}
         self._wanted = self._held(self.goal[0])
-        self._due: dict[Pending, float] = {}
+        self._due: dict[Partials, float] = {}
 
     def layout(self, node: Node) -> Layout:
         """The layout that a node stands for."""
-        return self.have.replace(dims=[c.dims[cut] for c, cut in zip(self.cuts, node[0], strict=True)], partials=node[1])
+        return self.have.replace(
+            dims=[c.dims[sharding] for c, sharding in zip(self.tables, node[0], strict=True)], partials=node[1]
+        )
 
-    def bytes(self, cuts: Numbers) -> int:
+    def bytes(self, shardings: Numbers) -> int:
         """Bytes of the largest shard."""
         total = self.item
-        for c, cut in zip(self.cuts, cuts, strict=True):
-            total *= c.widths[cut]
+        for c, sharding in zip(self.tables, shardings, strict=True):
+            total *= c.widths[sharding]
         return total
 
-    def _held(self, cuts: Numbers) -> list[int]:
-        return products([c.kept(cut) for c, cut in zip(self.cuts, cuts, strict=True)])
+    def _held(self, shardings: Numbers) -> list[int]:
+        return products([c.kept(sharding) for c, sharding in zip(self.tables, shardings, strict=True)])
 
-    def lacking(self, cuts: Numbers) -> tuple[int, int]:
+    def lacking(self, shardings: Numbers) -> tuple[int, int]:
         """Elements of the target that a rank, or a group over which it is left partial, does not hold: at worst, and in all."""
-        found = self._lacking.get(cuts)
+        found = self._lacking.get(shardings)
         if found is None:
-            lacks = [want - have for want, have in zip(self._wanted, self._held(cuts), strict=True)]
-            found = self._lacking[cuts] = max(lacks), sum(lacks)
+            lacks = [want - have for want, have in zip(self._wanted, self._held(shardings), strict=True)]
+            found = self._lacking[shardings] = max(lacks), sum(lacks)
         return found
 
     def left(self, node: Node) -> float:
         """At least what it costs from here to the target; see `lower_bound`."""
-        cuts, pending = node
-        if self._is_local(cuts, pending):
+        shardings, partials = node
+        if self._is_local(shardings, partials):
             return 0.0
-        if pending not in self._due:
-            transfers = reductions(pending, self.want)
+        if partials not in self._due:
+            transfers = reductions(partials, self.want)
             average = self.want.shape.numel() * self.item * transfers / self.mesh.size()
-            self._due[pending] = max(self.want.nbytes / self.group, average) if transfers else 0.0
-        worst, total = self.lacking(cuts)
+            self._due[partials] = max(self.want.nbytes / self.group, average) if transfers else 0.0
+        worst, total = self.lacking(shardings)
         least = max(
-            worst / self.group, carried(pending, self.want, total) if self._all and pending and not self._due[pending] else 0.0
+            worst / self.group,
+            carried(partials, self.want, total) if self._all and partials and not self._due[partials] else 0.0,
         )
-        return self.start_seconds + max(self._due[pending], least * self.item) * self._least
+        return self.latency + max(self._due[partials], least * self.item) * self._least
 
-    def _is_local(self, cuts: Numbers, pending: Pending) -> bool:
+    def _is_local(self, shardings: Numbers, partials: Partials) -> bool:
         """Whether what differs may be a matter of local steps: nothing is reduced, nothing gathered."""
         wanted = dict(self.want.partials)
-        if not all(axis in wanted and _alike(kind, wanted[axis], self.have) for axis, kind in pending):
+        if not all(axis in wanted and _alike(kind, wanted[axis], self.have) for axis, kind in partials):
             return False
-        return all(cut in c.near or self._embeds(c, cut, wanted) for c, cut in zip(self.cuts, cuts, strict=True))
+        return all(
+            sharding in c.near or self._embeds(c, sharding, wanted) for c, sharding in zip(self.tables, shardings, strict=True)
+        )
 
-    def _embeds(self, c: Cuts, cut: int, wanted: dict[str, str]) -> bool:
-        axes = c.axes[cut]
-        return any(c.fewer(cut, k) in c.near for k in range(1, len(axes) + 1) if set(axes[-k:]) <= wanted.keys())
+    def _embeds(self, c: Shardings, sharding: int, wanted: dict[str, str]) -> bool:
+        axes = c.axes[sharding]
+        return any(c.fewer(sharding, k) in c.near for k in range(1, len(axes) + 1) if set(axes[-k:]) <= wanted.keys())
 
     def price(self, kind: str, axes: tuple[str, ...], received: float) -> float:
         """The seconds of a step over axes; infinite where it may not be done or there is no group for it."""
@@ -226,7 +232,7 @@ class Space:
 
     def least(self, kind: str, received: float) -> float:
         """The seconds of a step over the quickest axis."""
-        return math.inf if kind in self.without else STARTS[kind] * self.start_seconds + received * self._least
+        return math.inf if kind in self.without else LAUNCHES[kind] * self.latency + received * self._least
 
     def ranks(self, axes: tuple[str, ...]) -> int:
         """The number of ranks of a group over axes."""
@@ -237,104 +243,114 @@ def _alike(kind: str, other: str, have: Layout) -> bool:
     return kind == other or ({kind, other} == {"sum", "avg"} and have.dtype.is_floating_point)
 
 
-def _set(cuts: Numbers, dim: int, cut: int) -> Numbers:
-    return (*cuts[:dim], cut, *cuts[dim + 1 :])
-
-
 def _free(space: Space, node: Node) -> list[str]:
-    used = {axis for c, cut in zip(space.cuts, node[0], strict=True) for axis in c.axes[cut]} | {axis for axis, _ in node[1]}
+    used = {axis for c, sharding in zip(space.tables, node[0], strict=True) for axis in c.axes[sharding]} | {
+        axis for axis, _ in node[1]
+    }
     return [axis for axis in space.mesh.axes if axis not in used]
 
 
 def _exchanges(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     """Straight to the target's shardings, whatever they are."""
-    cuts, pending = node
+    shardings, partials = node
     goal = space.goal[0]
-    if space.least("exchange", space.lacking(cuts)[0] / space.group * space.item) >= budget:
+    if space.least("exchange", space.lacking(shardings)[0] / space.group * space.item) >= budget:
         return
-    wanted = {axis for c, cut in zip(space.cuts, goal, strict=True) for axis in c.axes[cut]}
-    if cuts == goal or any(axis in wanted for axis, _ in pending):
+    wanted = {axis for c, sharding in zip(space.tables, goal, strict=True) for axis in c.axes[sharding]}
+    if shardings == goal or any(axis in wanted for axis, _ in partials):
         return
-    moved = zip(space.cuts, cuts, goal, strict=True)
-    axes = tuple(axis for c, cut, other in moved if cut != other for axis in c.axes[cut])
+    moved = zip(space.tables, shardings, goal, strict=True)
+    axes = tuple(axis for c, sharding, other in moved if sharding != other for axis in c.axes[sharding])
     if axes:
-        received = missing(space.layout(node), space.layout((goal, pending)))
-        yield Edge("exchange", axes, (goal, pending), space.price("exchange", axes, received))
+        nbytes = missing(space.layout(node), space.layout((goal, partials)))
+        yield Edge("exchange", axes, (goal, partials), space.price("exchange", axes, nbytes))
 
 
 def _takes(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     """One more axis shards a dim, or all of the target's where the dim is a product of factors."""
-    cuts, pending = node
+    shardings, partials = node
     free = _free(space, node)
-    for dim, (c, cut) in enumerate(zip(space.cuts, cuts, strict=True)):
+    for dim, (c, sharding) in enumerate(zip(space.tables, shardings, strict=True)):
         ways: list[tuple[tuple[str, ...], int]] = []
-        if len(c.dims[cut]) == 1:
-            ways = [((axis,), c.more(cut, axis)) for axis in free]
-        if cut == c.uncut and len(c.dims[c.want]) > 1 and set(c.axes[c.want]) <= set(free):
+        if len(c.dims[sharding]) == 1:
+            ways = [((axis,), c.more(sharding, axis)) for axis in free]
+        if sharding == c.unsharded and len(c.dims[c.want]) > 1 and set(c.axes[c.want]) <= set(free):
             ways.append((c.axes[c.want], c.want))
         for axes, after in ways:
-            if after in c.near or pending or not space.straight:
-                yield Edge("take", axes, (_set(cuts, dim, after), pending), AT_HAND)
+            if after in c.near or partials or not space.straight:
+                yield Edge("take", axes, ((*shardings[:dim], after, *shardings[dim + 1 :]), partials), LOCAL_SECONDS)
 
 
-def _dropped(space: Space, cuts: Numbers) -> Iterator[tuple[tuple[str, ...], Numbers]]:
+def _dropped(space: Space, shardings: Numbers) -> Iterator[tuple[tuple[str, ...], Numbers]]:
     """Every choice of minor-most axes, with the shardings that remain without them."""
-    for counts in product(*(c.counts(cut) for c, cut in zip(space.cuts, cuts, strict=True))):
+    for counts in product(*(c.counts(sharding) for c, sharding in zip(space.tables, shardings, strict=True))):
         if any(counts):
-            axes = tuple(a for c, cut, k in zip(space.cuts, cuts, counts, strict=True) if k for a in c.axes[cut][-k:])
-            yield axes, tuple(c.fewer(cut, k) if k else cut for c, cut, k in zip(space.cuts, cuts, counts, strict=True))
+            axes = tuple(
+                a for c, sharding, k in zip(space.tables, shardings, counts, strict=True) if k for a in c.axes[sharding][-k:]
+            )
+            yield (
+                axes,
+                tuple(
+                    c.fewer(sharding, k) if k else sharding
+                    for c, sharding, k in zip(space.tables, shardings, counts, strict=True)
+                ),
+            )
 
 
 def _gathers(space: Space, node: Node, budget: float) -> Iterator[Edge]:
-    cuts, pending = node
-    held = space.bytes(cuts)
-    for axes, kept in _dropped(space, cuts):
+    shardings, partials = node
+    held = space.bytes(shardings)
+    for axes, kept in _dropped(space, shardings):
         if space.bytes(kept) <= space.cap:
             ranks = space.ranks(axes)
-            yield Edge("all_gather", axes, (kept, pending), space.price("all_gather", axes, held * (ranks - 1)))
+            yield Edge(
+                "all_gather", axes, (kept, partials), space.price("all_gather", axes, received("all_gather", held, ranks))
+            )
 
 
 def _deals(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     """All-to-alls: minor-most axes leave their dims and shard others; exchanges where the shards are not equal."""
-    cuts, pending = node
-    held = space.bytes(cuts)
-    for axes, kept in _dropped(space, cuts):
-        if any(len(c.dims[cut]) > 1 for c, cut, k in zip(space.cuts, cuts, kept, strict=True) if cut != k):
+    shardings, partials = node
+    held = space.bytes(shardings)
+    for axes, kept in _dropped(space, shardings):
+        if any(
+            len(c.dims[sharding]) > 1 for c, sharding, k in zip(space.tables, shardings, kept, strict=True) if sharding != k
+        ):
             continue
         ranks = space.ranks(axes)
-        price = space.price("all_to_all", axes, held * (ranks - 1) / ranks)
+        price = space.price("all_to_all", axes, received("all_to_all", held, ranks))
         least = min(price, space.price("exchange", axes, 0.0))
         if least >= budget:
             continue
-        for dealt in _ways(space, cuts, kept, axes, budget - least):
+        for dealt in _ways(space, shardings, kept, axes, budget - least):
             if space.bytes(dealt) <= space.cap:
-                if all(c.even[a] and c.even[b] for c, a, b in zip(space.cuts, cuts, dealt, strict=True) if a != b):
-                    yield Edge("all_to_all", axes, (dealt, pending), price)
+                if all(c.even[a] and c.even[b] for c, a, b in zip(space.tables, shardings, dealt, strict=True) if a != b):
+                    yield Edge("all_to_all", axes, (dealt, partials), price)
                 elif "exchange" not in space.without:
-                    received = missing(space.layout(node), space.layout((dealt, pending)))
-                    yield Edge("exchange", axes, (dealt, pending), space.price("exchange", axes, received))
+                    nbytes = missing(space.layout(node), space.layout((dealt, partials)))
+                    yield Edge("exchange", axes, (dealt, partials), space.price("exchange", axes, nbytes))
 
 
-def _ways(space: Space, cuts: Numbers, kept: Numbers, axes: tuple[str, ...], budget: float) -> Iterator[Numbers]:
+def _ways(space: Space, shardings: Numbers, kept: Numbers, axes: tuple[str, ...], budget: float) -> Iterator[Numbers]:
     """The shardings that come of sharding dims by all the axes: all of them, or, where no other step could be paid after it,
     only the one that leads to the target. A dim that loses axes gains none: its shards would not be equal."""
-    if budget > space.start_seconds:
-        gains = tuple(len(c.dims[a]) == 1 and a == b for c, a, b in zip(space.cuts, cuts, kept, strict=True))
+    if budget > space.latency:
+        gains = tuple(len(c.dims[a]) == 1 and a == b for c, a, b in zip(space.tables, shardings, kept, strict=True))
         ways: Iterable[Way] = _arrangements(axes, gains)
     else:
-        ways = _toward(space, cuts, kept, axes)
+        ways = _toward(space, shardings, kept, axes)
     for way in ways:
         dealt = list(kept)
         for dim, added in enumerate(way):
             for axis in added:
-                dealt[dim] = space.cuts[dim].more(dealt[dim], axis)
+                dealt[dim] = space.tables[dim].more(dealt[dim], axis)
         yield tuple(dealt)
 
 
-def _toward(space: Space, cuts: Numbers, kept: Numbers, axes: tuple[str, ...]) -> Iterable[Way]:
+def _toward(space: Space, shardings: Numbers, kept: Numbers, axes: tuple[str, ...]) -> Iterable[Way]:
     way = []
-    for c, cut, base in zip(space.cuts, cuts, kept, strict=True):
-        gains = cut == base and base in c.near and len(c.dims[base]) == len(c.dims[c.want]) == 1
+    for c, sharding, base in zip(space.tables, shardings, kept, strict=True):
+        gains = sharding == base and base in c.near and len(c.dims[base]) == len(c.dims[c.want]) == 1
         coming = c.axes[c.want][len(c.axes[base]) :] if gains else ()
         way.append(tuple(takewhile(axes.__contains__, coming)))
     return (tuple(way),) if sum(map(len, way)) == len(axes) else ()
@@ -359,32 +375,34 @@ def _arrangements(axes: tuple[str, ...], gains: tuple[bool, ...]) -> tuple[Way, 
 
 def _permutes(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     """The same shards on other ranks: each dim keeps its number of shards, and other axes count them."""
-    cuts, pending = node
-    held = space.bytes(cuts)
+    shardings, partials = node
+    held = space.bytes(shardings)
     if space.least("permute", held) >= budget:
         return
-    single = [len(c.dims[cut]) == 1 for c, cut in zip(space.cuts, cuts, strict=True)]
-    counts = tuple(len(c.dims[cut][0].sizes) if one else 1 for c, cut, one in zip(space.cuts, cuts, single, strict=True))
-    fixed = {a for c, cut, one in zip(space.cuts, cuts, single, strict=True) if not one for a in c.axes[cut]}
-    fixed |= {axis for axis, _ in pending}
-    alone = space.least("permute", held) + space.start_seconds >= budget
+    single = [len(c.dims[sharding]) == 1 for c, sharding in zip(space.tables, shardings, strict=True)]
+    counts = tuple(
+        len(c.dims[sharding][0].sizes) if one else 1 for c, sharding, one in zip(space.tables, shardings, single, strict=True)
+    )
+    fixed = {a for c, sharding, one in zip(space.tables, shardings, single, strict=True) if not one for a in c.axes[sharding]}
+    fixed |= {axis for axis, _ in partials}
+    alone = space.least("permute", held) + space.latency >= budget
     for way in _target_grids(space, counts) if alone else _grids(space.mesh, counts):
         if not fixed.isdisjoint(axis for axes in way for axis in axes):
             continue
         moved = tuple(
-            c.renamed(cut, axes) if one and c.axes[cut] != axes else cut
-            for c, cut, one, axes in zip(space.cuts, cuts, single, way, strict=True)
+            c.renamed(sharding, axes) if one and c.axes[sharding] != axes else sharding
+            for c, sharding, one, axes in zip(space.tables, shardings, single, way, strict=True)
         )
-        if moved != cuts:
-            changed = [(c.axes[a], c.axes[b]) for c, a, b in zip(space.cuts, cuts, moved, strict=True) if a != b]
+        if moved != shardings:
+            changed = [(c.axes[a], c.axes[b]) for c, a, b in zip(space.tables, shardings, moved, strict=True) if a != b]
             axes = tuple({axis: None for pair in changed for part in pair for axis in part})
-            yield Edge("permute", axes, (moved, pending), space.price("permute", axes, held))
+            yield Edge("permute", axes, (moved, partials), space.price("permute", axes, held))
 
 
 def _target_grids(space: Space, counts: Numbers) -> Iterable[Way]:
     """The way for axes to count so many shards of each dim that leads to the target, if there is one."""
     found = []
-    for c, count in zip(space.cuts, counts, strict=True):
+    for c, count in zip(space.tables, counts, strict=True):
         axes = c.axes[c.want]
         lengths = [k for k in range(len(axes) + 1) if space.ranks(axes[:k]) == count]
         if not lengths:
@@ -410,46 +428,48 @@ def _grids(mesh: Mesh, counts: tuple[int, ...]) -> tuple[Way, ...]:
 
 def _reduces(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     """All-reduces and reduce-scatters over any of the axes whose reduction the target does not leave partial."""
-    cuts, pending = node
-    held = space.bytes(cuts)
-    due = [axis for axis, kind in pending if (axis, kind) not in space.want.partials]
+    shardings, partials = node
+    held = space.bytes(shardings)
+    due = [axis for axis, kind in partials if (axis, kind) not in space.want.partials]
     for count in range(len(due), 0, -1):
         for axes in combinations(due, count):
-            rest = tuple(item for item in pending if item[0] not in axes)
+            rest = tuple(item for item in partials if item[0] not in axes)
             ranks = space.ranks(axes)
-            yield Edge("all_reduce", axes, (cuts, rest), space.price("all_reduce", axes, 2 * held * (ranks - 1) / ranks))
-            least = space.price("reduce_scatter", axes, held * (ranks - 1) / ranks)
+            yield Edge(
+                "all_reduce", axes, (shardings, rest), space.price("all_reduce", axes, received("all_reduce", held, ranks))
+            )
+            least = space.price("reduce_scatter", axes, received("reduce_scatter", held, ranks))
             if least >= budget:
                 continue
-            for dealt in _ways(space, cuts, cuts, axes, budget - least):
-                price = space.price("reduce_scatter", axes, space.bytes(dealt) * (ranks - 1))
-                yield Edge("reduce_scatter", axes, (dealt, rest), price)
+            for dealt in _ways(space, shardings, shardings, axes, budget - least):
+                nbytes = received("reduce_scatter", space.bytes(dealt) * ranks, ranks)
+                yield Edge("reduce_scatter", axes, (dealt, rest), space.price("reduce_scatter", axes, nbytes))
 
 
 def _leaves(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     """Local steps that leave a value partial: of replicated axes, of axes that sharding a dim, of a partial sum or average."""
-    cuts, pending = node
-    now = dict(pending)
+    shardings, partials = node
+    now = dict(partials)
     due = {axis: kind for axis, kind in space.want.partials if now.get(axis) != kind}
-    if not all(_mixes(kind, other) for axis, kind in due.items() for held, other in pending if held != axis):
+    if not all(_mixes(kind, other) for axis, kind in due.items() for held, other in partials if held != axis):
         return
     scaled = tuple(axis for axis, kind in due.items() if axis in now and _alike(now[axis], kind, space.have))
     if scaled:
-        yield Edge("scale", scaled, (cuts, _with(space, now, due, scaled)), AT_HAND)
+        yield Edge("scale", scaled, (shardings, _with(space, now, due, scaled)), LOCAL_SECONDS)
     free = tuple(axis for axis in _free(space, node) if axis in due)
     for axes in dict.fromkeys((free, *((axis,) for axis in free))):
         if axes:
-            yield Edge("split", axes, (cuts, _with(space, now, due, axes)), AT_HAND)
-    for dim, (c, cut) in enumerate(zip(space.cuts, cuts, strict=True)):
-        for count in range(1, len(c.axes[cut]) + 1 if len(c.dims[cut]) == 1 else 1):
-            axes = c.axes[cut][-count:]
-            embedded = _set(cuts, dim, c.fewer(cut, count))
+            yield Edge("split", axes, (shardings, _with(space, now, due, axes)), LOCAL_SECONDS)
+    for dim, (c, sharding) in enumerate(zip(space.tables, shardings, strict=True)):
+        for count in range(1, len(c.axes[sharding]) + 1 if len(c.dims[sharding]) == 1 else 1):
+            axes = c.axes[sharding][-count:]
+            embedded = (*shardings[:dim], c.fewer(sharding, count), *shardings[dim + 1 :])
             if not due.keys() >= set(axes) or space.bytes(embedded) > space.cap:
                 break
-            yield Edge("embed", axes, (embedded, _with(space, now, due, axes)), AT_HAND)
+            yield Edge("embed", axes, (embedded, _with(space, now, due, axes)), LOCAL_SECONDS)
 
 
-def _with(space: Space, now: dict[str, str], due: dict[str, str], axes: Iterable[str]) -> Pending:
+def _with(space: Space, now: dict[str, str], due: dict[str, str], axes: Iterable[str]) -> Partials:
     after = now | {axis: due[axis] for axis in axes}
     return tuple((axis, after[axis]) for axis in space.mesh.axes if axis in after)
 

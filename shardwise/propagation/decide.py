@@ -15,7 +15,7 @@ from typing import Any
 from .._torch.symbols import hint
 from ..layouts.layout import Dim, Layout, sharded, whole
 from ..layouts.placement import KINDS
-from ..planning.cost import PER_WORK, Link, all_reduce, change, links
+from ..planning.cost import PER_WORK, Link, change, collective, links
 from .notation import Call, Kernel, Proposal, Result, Rule, additive, labels
 
 State = int | str | None
@@ -346,7 +346,7 @@ def _price(candidate: Candidate, call: Call, bound: Bound, have: tuple[State, ..
     triples = zip(call.results, bound.outputs, candidate.results, strict=True)
     pending = [_held(result, names, call, bound) for result, names, state in triples if isinstance(state, str)]
     if pending:  # results are reduced together; what becomes partial only here meets more before it is reduced
-        seconds += (1.0 if candidate.label is None else 0.5) * all_reduce(sum(pending), ranks, link)
+        seconds += (1.0 if candidate.label is None else 0.5) * collective("all_reduce", sum(pending), ranks, link)
     return seconds + bound.work * PER_WORK / (1 if candidate.label is None else ranks)
 
 

@@ -221,7 +221,7 @@ def spans(layout: Layout, place: int) -> Spans:
     return Spans(*zip(*facts, strict=True))
 
 
-@memo("boxes", limit=4096)
+@memo("boxes of ranks", limit=4096)
 def box(layout: Layout) -> PerRank:
     """The same for every rank."""
     return PerRank(functools.partial(spans, layout))

@@ -11,23 +11,22 @@ from typing import NamedTuple
 
 from torch import Tensor, dtype
 
-from ..base.caches import memo
 from ..comm import PerRank, Transport
 from ..layouts.layout import Layout, Run
 from ..layouts.mesh import Mesh
-from ..planning.step import Step
+from ..planning.step import Step, per_step
 from .shards import (
-    Block,
+    Chunk,
     Index,
-    Parcel,
-    blocks,
+    Overlap,
+    chunks_in,
+    chunks_out,
     common,
     copy,
     in_a_row,
     index_of,
+    overlaps,
     pack,
-    parcels_in,
-    parcels_out,
     shape_of,
     unpack,
 )
@@ -51,31 +50,31 @@ class _Load(NamedTuple):
     """What a rank sends to, or receives from, each of all ranks: how many elements, and where they lie in its own tensor."""
 
     counts: tuple[int, ...]
-    parcels: tuple[Parcel, ...]
+    chunks: tuple[Chunk, ...]
 
 
 class _Landing(NamedTuple):
     """What a rank ends with: its shape (None: the rank is not in the target's mesh), what it has of that, and what comes."""
 
     shape: tuple[int, ...] | None
-    kept: tuple[Block, ...]
+    kept: tuple[Overlap, ...]
     load: _Load
 
 
 def _packed(x: Tensor, kind: dtype, load: _Load) -> Tensor:
-    return pack(x, sum(load.counts), load.parcels).to(kind)
+    return pack(x, sum(load.counts), load.chunks).to(kind)
 
 
 def _landed(x: Tensor, flat: Tensor, landing: _Landing) -> Tensor:
     if landing.shape is None:
         return flat
-    return unpack(flat, copy(x, flat.new_empty(landing.shape), landing.kept), landing.load.parcels)
+    return unpack(flat, copy(x, flat.new_empty(landing.shape), landing.kept), landing.load.chunks)
 
 
 # ── who sends what to whom ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Route(NamedTuple):
+class Route(NamedTuple):
     """The ranks of both meshes as one mesh, and by its places what each rank holds (its shape), sends and ends with."""
 
     ranks: Mesh
@@ -86,8 +85,8 @@ class _Route(NamedTuple):
     receive: PerRank
 
 
-@memo("transfers", limit=1024)
-def _route(step: Step) -> _Route:
+@per_step
+def _route(step: Step) -> Route:
     every = sorted({*step.before.mesh.ranks, *step.after.mesh.ranks})
     ranks = Mesh(("ranks",), (len(every),), every, step.before.mesh.device, step.before.mesh.world)
     held = PerRank(lambda place: _held_shape(step.before, every[place]))
@@ -95,7 +94,7 @@ def _route(step: Step) -> _Route:
     landing = PerRank(lambda place: _landing(step, every, every[place]))
     send = PerRank(lambda place: sent.at(place).counts)
     receive = PerRank(lambda place: landing.at(place).load.counts)
-    return _Route(ranks, held, sent, send, landing, receive)
+    return Route(ranks, held, sent, send, landing, receive)
 
 
 def _held_shape(layout: Layout, rank: int) -> tuple[int, ...]:
@@ -106,7 +105,7 @@ def _held_shape(layout: Layout, rank: int) -> tuple[int, ...]:
 def _sent(step: Step, every: list[int], rank: int) -> _Load:
     place = step.before.mesh.place(rank)
     counts, shares = in_a_row([_share(step, rank, goal) for goal in every])
-    return _Load(counts, () if place is None else tuple(parcels_out(index_of(step.before, place), shares)))
+    return _Load(counts, () if place is None else tuple(chunks_out(index_of(step.before, place), shares)))
 
 
 def _landing(step: Step, every: list[int], rank: int) -> _Landing:
@@ -115,8 +114,8 @@ def _landing(step: Step, every: list[int], rank: int) -> _Landing:
     if place is None:
         return _Landing(None, (), _Load(counts, ()))
     wanted = index_of(step.after, place)
-    kept = () if own is None else blocks(index_of(step.before, own), wanted)
-    return _Landing(shape_of(wanted), kept, _Load(counts, tuple(parcels_in(wanted, shares))))
+    kept = () if own is None else overlaps(index_of(step.before, own), wanted)
+    return _Landing(shape_of(wanted), kept, _Load(counts, tuple(chunks_in(wanted, shares))))
 
 
 def _share(step: Step, source: int, goal: int) -> Index | None:

@@ -31,10 +31,10 @@ from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh, quote
 from ..layouts.text import Form, form_of
 from ..planning.plan import Plan, plan
-from ..planning.step import Step
+from ..planning.step import Step, per_step
 from .between_meshes import transfer
 from .step_kernels import (
-    Kernel,
+    LocalWork,
     divided,
     embedding,
     exchanging,
@@ -135,26 +135,26 @@ def _part(part: str, x: Tensor, step: Step, by: Running) -> Tensor:
     kernel = _kernels(step)[part]
     if not kernel:
         return x
-    if by.traced and (is_symbolic(by.shape) or _varies(step, part)):
+    if by.traced and (is_symbolic(by.shape) or part in _varying(step)):
         return torch.ops.shardwise.step(x, by.shape, write(step), part)
     return by.transport.each(kernel[0], step.before.mesh, x, *kernel[1:])
 
 
-def _kernels(step: Step) -> dict[str, Kernel]:
+def _kernels(step: Step) -> dict[str, LocalWork]:
     """What to do with one rank's tensor before and after the communication of a step."""
     return _KERNELS[step.kind](step)
 
 
-def _both(kernels: tuple[Kernel, Kernel]) -> dict[str, Kernel]:
+def _both(kernels: tuple[LocalWork, LocalWork]) -> dict[str, LocalWork]:
     return {"before": kernels[0], "after": kernels[1]}
 
 
-def _swapped(step: Step) -> dict[str, Kernel]:
+def _swapped(step: Step) -> dict[str, LocalWork]:
     swap = swapping(step)
     return {} if swap is None else {"before": swap[0], "after": swap[2]}
 
 
-_KERNELS: dict[str, Callable[[Step], dict[str, Kernel]]] = {
+_KERNELS: dict[str, Callable[[Step], dict[str, LocalWork]]] = {
     "reduce_scatter": lambda step: _both(scattering(step)),
     "all_gather": lambda step: _both(gathering(step)),
     "all_to_all": _swapped,
@@ -164,11 +164,12 @@ _KERNELS: dict[str, Callable[[Step], dict[str, Kernel]]] = {
 }
 
 
-@memo("varies", limit=4096)
-def _varies(step: Step, part: str) -> bool:
-    """Whether ranks differ in what they do."""
-    values = [value for value in _kernels(step)[part] if isinstance(value, PerRank)]
-    return any(value.at(place) != value.at(0) for value in values for place in range(len(step.before.mesh.ranks)))
+@per_step
+def _varying(step: Step) -> frozenset[str]:
+    """The parts of a step in which ranks do different things."""
+    places = range(len(step.before.mesh.ranks))
+    values = [(part, value) for part, work in _kernels(step).items() for value in work if isinstance(value, PerRank)]
+    return frozenset(part for part, value in values if any(value.at(place) != value.at(0) for place in places))
 
 
 # ── one function for each kind ────────────────────────────────────────────────────────────────────────────────────────
@@ -204,10 +205,10 @@ def _exchange(x: Tensor, step: Step, by: Running) -> Tensor:
     if by.traced:
         return wait_tensor(torch.ops.shardwise.exchange(x, by.shape, write(step)))
     mesh = step.before.mesh
-    lay_out, send, receive, shape, parcels, own = exchanging(step)
+    lay_out, send, receive, shape, chunks, own = exchanging(step)
     packed = by.transport.each(lay_out[0], mesh, x, *lay_out[1:])
     received = by.transport.all_to_all(packed, send, receive, mesh, step.axes)
-    return by.transport.each(filled, mesh, x, received, shape, parcels, own)
+    return by.transport.each(filled, mesh, x, received, shape, chunks, own)
 
 
 def _transfer(x: Tensor, step: Step, by: Running) -> Tensor:

@@ -1,7 +1,7 @@
 """Where the shards of one tensor lie inside others: layouts and places in, views and copies of one rank's tensors out.
 
 A group's equal shards tile a local tensor: a `Turn` brings them into order with one permute. Shards of any sizes meet in a few
-`Block`s, each copied at once. Knows nothing of transports.
+overlaps (`Overlap`), each copied at once. Knows nothing of transports.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _meetings(one: Sequence[Run], other: Sequence[Run]) -> Iterator[tuple[int, i
             j, before_other = j + 1, before_other + last - first
 
 
-class Span(NamedTuple):
+class Stretches(NamedTuple):
     """So many stretches of `length` indices along a dim: where the first lies in two tensors, and how far it is to the next."""
 
     length: int
@@ -152,22 +152,22 @@ class Span(NamedTuple):
     here_step: int
 
 
-def spans(source: Sequence[Run], target: Sequence[Run]) -> list[Span]:
+def stretches(source: Sequence[Run], target: Sequence[Run]) -> list[Stretches]:
     """What tensors that hold `source` and `target` along a dim share.
 
-    >>> spans([(0, 12)], [(0, 2), (4, 6), (8, 10)])
-    [Span(length=2, times=3, there=0, here=0, there_step=4, here_step=2)]
+    >>> stretches([(0, 12)], [(0, 2), (4, 6), (8, 10)])
+    [Stretches(length=2, times=3, there=0, here=0, there_step=4, here_step=2)]
     """
-    found: list[Span] = []
-    for there, here, length in _stretches(source, target):
+    found: list[Stretches] = []
+    for there, here, length in _contiguous(source, target):
         if found and (longer := _continued(found[-1], there, here, length)):
             found[-1] = longer
         else:
-            found.append(Span(length, 1, there, here, length, length))
+            found.append(Stretches(length, 1, there, here, length, length))
     return found
 
 
-def _stretches(source: Sequence[Run], target: Sequence[Run]) -> list[tuple[int, int, int]]:
+def _contiguous(source: Sequence[Run], target: Sequence[Run]) -> list[tuple[int, int, int]]:
     """Intervals of positions that are contiguous in both tensors: the position in each, and the length."""
     found: list[tuple[int, int, int]] = []
     for low, high, there, here in _meetings(source, target):
@@ -178,16 +178,16 @@ def _stretches(source: Sequence[Run], target: Sequence[Run]) -> list[tuple[int, 
     return found
 
 
-def _continued(span: Span, there: int, here: int, length: int) -> Span | None:
+def _continued(span: Stretches, there: int, here: int, length: int) -> Stretches | None:
     steps = (there - span.there) // span.times, (here - span.here) // span.times
     next_one = span.there + span.times * steps[0], span.here + span.times * steps[1]
     if length != span.length or next_one != (there, here) or (span.times > 1 and steps != span[4:]):
         return None
-    return Span(length, span.times + 1, span.there, span.here, *steps)
+    return Stretches(length, span.times + 1, span.there, span.here, *steps)
 
 
-class Cut(NamedTuple):
-    """The part of a dim that a block takes: an interval, or one of `length` at `offset` of each of `times` such intervals."""
+class Slice(NamedTuple):
+    """What an overlap takes of a dim: an interval, or one of `length` at `offset` of each of `times` such intervals."""
 
     dim: int
     start: int
@@ -197,67 +197,67 @@ class Cut(NamedTuple):
     length: int = 0
 
 
-class Block(NamedTuple):
+class Overlap(NamedTuple):
     """A part of a global tensor that two tensors hold: its sizes, and where it lies in each, by dims from the last one on."""
 
     sizes: tuple[int, ...]
-    there: tuple[Cut, ...]
-    here: tuple[Cut, ...]
+    there: tuple[Slice, ...]
+    here: tuple[Slice, ...]
 
 
-def blocks(source: Index, target: Index) -> tuple[Block, ...]:
+def overlaps(source: Index, target: Index) -> tuple[Overlap, ...]:
     """What tensors that hold `source` and `target` share."""
     sizes = list(zip(shape_of(source), shape_of(target), strict=True))
     every = zip(source, target, sizes, strict=True)
-    shared = [[part for span in spans(one, other) for part in _fitting(span, *size)] for one, other, size in every]
-    return tuple([_block(chosen, sizes) for chosen in product(*shared)])
+    shared = [[part for span in stretches(one, other) for part in _fitting(span, *size)] for one, other, size in every]
+    return tuple([_overlap(chosen, sizes) for chosen in product(*shared)])
 
 
-def _fitting(span: Span, there: int, here: int) -> Iterator[Span]:
+def _fitting(span: Stretches, there: int, here: int) -> Iterator[Stretches]:
     """The span itself where its stretches with their gaps lie inside dims of these sizes; else the last stretch apart."""
     if span.times > 1 and (span.times * span.there_step > there or span.times * span.here_step > here):
         yield span._replace(times=span.times - 1)
         length, times, first, second, there_step, here_step = span
         there_last, here_last = first + (times - 1) * there_step, second + (times - 1) * here_step
-        yield Span(length, 1, there_last, here_last, length, length)
+        yield Stretches(length, 1, there_last, here_last, length, length)
     else:
         yield span
 
 
-def _block(chosen: Sequence[Span], sizes: Sequence[tuple[int, int]]) -> Block:
+def _overlap(chosen: Sequence[Stretches], sizes: Sequence[tuple[int, int]]) -> Overlap:
     shape = [n for span in chosen for n in ((span.times, span.length) if span.times > 1 else (span.length,))]
     every = list(enumerate(zip(chosen, sizes, strict=True)))[::-1]
-    there = [_cut(dim, span.there, span.there_step, span, size) for dim, (span, (size, _)) in every]
-    here = [_cut(dim, span.here, span.here_step, span, size) for dim, (span, (_, size)) in every]
-    return Block(tuple(shape), tuple(filter(None, there)), tuple(filter(None, here)))
+    there = [_slice(dim, span.there, span.there_step, span, size) for dim, (span, (size, _)) in every]
+    here = [_slice(dim, span.here, span.here_step, span, size) for dim, (span, (_, size)) in every]
+    return Overlap(tuple(shape), tuple(filter(None, there)), tuple(filter(None, here)))
 
 
-def _cut(dim: int, first: int, step: int, span: Span, size: int) -> Cut | None:
+def _slice(dim: int, first: int, step: int, span: Stretches, size: int) -> Slice | None:
     """The part of a dim of this size that a span takes; None where that is all of it."""
     if span.times == 1:
-        return Cut(dim, first, span.length) if span.length < size else None
+        return Slice(dim, first, span.length) if span.length < size else None
     offset = max(first + span.times * step - size, 0)  # behind the last stretch the dim may end
-    return Cut(dim, first - offset, span.times * step, span.times, offset, span.length)
+    return Slice(dim, first - offset, span.times * step, span.times, offset, span.length)
 
 
-def part(x: Tensor, cuts: tuple[Cut, ...]) -> Tensor:
-    """The view of a block in a tensor. Not by `as_strided`: where Inductor elides a copy of a slice, it takes an offset into
+def part(x: Tensor, slices: tuple[Slice, ...]) -> Tensor:
+    """The view of an overlap in a tensor. Not by `as_strided`: where Inductor elides a copy of a slice, it takes an offset into
     the copy for one into what was sliced."""
-    for dim, start, size, times, offset, length in cuts:
+    for dim, start, size, times, offset, length in slices:
         x = x.narrow(dim, start, size)
         if times > 1:
             x = x.unflatten(dim, (times, size // times)).narrow(dim + 1, offset, length)
     return x
 
 
-def copy(source: Tensor, target: Tensor, shared: Iterable[Block]) -> Tensor:
+def copy(source: Tensor, target: Tensor, shared: Iterable[Overlap]) -> Tensor:
     """`target`, with what it shares with `source` written into it."""
     for _, there, here in shared:
         part(target, here).copy_(part(source, there))
     return target
 
 
-def cut_out(x: Tensor, shape: tuple[int, ...], shared: Sequence[Block]) -> Tensor:
+def take(x: Tensor, shape: tuple[int, ...], shared: Sequence[Overlap]) -> Tensor:
     """A new contiguous tensor of `shape`, all of it in `x`."""
     if len(shared) != 1:
         return copy(x, x.new_empty(shape), shared)
@@ -269,22 +269,22 @@ def cut_out(x: Tensor, shape: tuple[int, ...], shared: Sequence[Block]) -> Tenso
 # ── shards on their way ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Parcel(NamedTuple):
+class Chunk(NamedTuple):
     """A shard of `shape` that begins at `start` of a flat buffer, and what it shares with a rank's tensor."""
 
     start: int
     shape: tuple[int, ...]
-    shared: tuple[Block, ...]
+    shared: tuple[Overlap, ...]
 
 
-def parcels_out(mine: Index, shards: Iterable[tuple[int, Index]]) -> list[Parcel]:
+def chunks_out(mine: Index, shards: Iterable[tuple[int, Index]]) -> list[Chunk]:
     """The shards, each with its start in a buffer, to be filled from a tensor that holds `mine`."""
-    return [Parcel(start, shape_of(index), shared) for start, index in shards if (shared := blocks(mine, index))]
+    return [Chunk(start, shape_of(index), shared) for start, index in shards if (shared := overlaps(mine, index))]
 
 
-def parcels_in(mine: Index, shards: Iterable[tuple[int, Index]]) -> list[Parcel]:
+def chunks_in(mine: Index, shards: Iterable[tuple[int, Index]]) -> list[Chunk]:
     """The same, to fill a tensor that holds `mine`."""
-    return [Parcel(start, shape_of(index), shared) for start, index in shards if (shared := blocks(index, mine))]
+    return [Chunk(start, shape_of(index), shared) for start, index in shards if (shared := overlaps(index, mine))]
 
 
 def in_a_row(shards: Sequence[Index | None]) -> tuple[tuple[int, ...], list[tuple[int, Index]]]:
@@ -298,36 +298,36 @@ def in_a_row(shards: Sequence[Index | None]) -> tuple[tuple[int, ...], list[tupl
     return tuple(counts), [(start, index) for start, index in zip(starts, shards, strict=False) if index is not None]
 
 
-def pack(x: Tensor, size: int, parcels: Sequence[Parcel]) -> Tensor:
-    """A flat buffer of `size` elements that holds the parcels, all of them in `x`; the rest of it may be anything."""
-    if len(parcels) == 1 and len(parcels[0].shared) == 1 and math.prod(parcels[0].shape) == size:
-        return part(x, parcels[0].shared[0].there).reshape(-1).contiguous()
+def pack(x: Tensor, size: int, chunks: Sequence[Chunk]) -> Tensor:
+    """A flat buffer of `size` elements that holds the chunks, all of them in `x`; the rest of it may be anything."""
+    if len(chunks) == 1 and len(chunks[0].shared) == 1 and math.prod(chunks[0].shape) == size:
+        return part(x, chunks[0].shared[0].there).reshape(-1).contiguous()
     buffer = x.new_empty(size)
-    for parcel in parcels:
-        copy(x, _inside(buffer, parcel), parcel.shared)
+    for chunk in chunks:
+        copy(x, _inside(buffer, chunk), chunk.shared)
     return buffer
 
 
-def unpack(buffer: Tensor, out: Tensor, parcels: Iterable[Parcel]) -> Tensor:
-    """`out`, with what the parcels hold of it written into it."""
-    for parcel in parcels:
-        copy(_inside(buffer, parcel), out, parcel.shared)
+def unpack(buffer: Tensor, out: Tensor, chunks: Iterable[Chunk]) -> Tensor:
+    """`out`, with what the chunks hold of it written into it."""
+    for chunk in chunks:
+        copy(_inside(buffer, chunk), out, chunk.shared)
     return out
 
 
-def put_together(buffer: Tensor, shape: tuple[int, ...], parcels: Sequence[Parcel], along: int | None) -> Tensor:
-    """The tensor of `shape` that the parcels make up; quicker where each is a part along one dim, in ascending order."""
-    if along is None or not parcels:
-        return unpack(buffer, buffer.new_empty(shape), parcels)
-    size, ends = math.prod(shape), [parcel.start + math.prod(parcel.shape) for parcel in parcels]
-    in_order = math.prod(shape[:along]) == 1 and [parcel.start for parcel in parcels] == [0, *ends[:-1]]
+def put_together(buffer: Tensor, shape: tuple[int, ...], chunks: Sequence[Chunk], along: int | None) -> Tensor:
+    """The tensor of `shape` that the chunks make up; quicker where each is a part along one dim, in ascending order."""
+    if along is None or not chunks:
+        return unpack(buffer, buffer.new_empty(shape), chunks)
+    size, ends = math.prod(shape), [chunk.start + math.prod(chunk.shape) for chunk in chunks]
+    in_order = math.prod(shape[:along]) == 1 and [chunk.start for chunk in chunks] == [0, *ends[:-1]]
     if in_order and 8 * (buffer.numel() - size) <= size:  # only a little padding at the end stays in memory
         return buffer[:size].view(shape)
-    return torch.cat([_inside(buffer, parcel) for parcel in parcels], along)
+    return torch.cat([_inside(buffer, chunk) for chunk in chunks], along)
 
 
-def _inside(buffer: Tensor, parcel: Parcel) -> Tensor:
-    return buffer.narrow(0, parcel.start, math.prod(parcel.shape)).view(parcel.shape)
+def _inside(buffer: Tensor, chunk: Chunk) -> Tensor:
+    return buffer.narrow(0, chunk.start, math.prod(chunk.shape)).view(chunk.shape)
 
 
 def padded(x: Tensor, size: int) -> Tensor:

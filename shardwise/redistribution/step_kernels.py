@@ -1,7 +1,7 @@
-"""What the kernels of each step need to know: worked out once for a step, run on one rank's tensors.
+"""What a rank does with its local tensor before and after the collective of a step: worked out once for each step.
 
-A kernel is a function of one rank's tensor and the rest of its arguments, some of which differ from rank to rank (`PerRank`).
-Nothing here communicates.
+`LocalWork` is a function of one rank's tensor and the rest of its arguments, some of which differ from rank to rank
+(`PerRank`). Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -14,39 +14,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.caches import memo
 from ..layouts.dtypes import NEUTRAL, identity
 from ..layouts.layout import Layout, PerRank
-from ..planning.step import Step
+from ..planning.step import Step, per_step
 from .shards import (
-    Block,
+    Chunk,
     Index,
-    Parcel,
+    Overlap,
     Parts,
     Turns,
-    blocks,
+    chunks_in,
+    chunks_out,
     common,
     copy,
-    cut_out,
     in_a_row,
     index_of,
     join,
     joins,
+    overlaps,
     pack,
     padded,
-    parcels_in,
-    parcels_out,
     parts_of,
     put_together,
     shape_of,
     split,
     splits,
+    take,
     unpack,
     unpadded,
 )
 
 #: A function of one rank's tensor and the rest of its arguments; nothing where there is nothing to do.
-Kernel = tuple[Any, ...]
+LocalWork = tuple[Any, ...]
 
 
 # ── reductions ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -70,36 +69,36 @@ def divided(x: Tensor, count: int) -> Tensor:
     return x / count if x.is_floating_point() or x.is_complex() else x // count
 
 
-@memo("scatters", limit=4096)
-def scattering(step: Step) -> tuple[Kernel, Kernel]:
+@per_step
+def scattering(step: Step) -> tuple[LocalWork, LocalWork]:
     """How to lay out each peer's part along dim 0, and what to do with the part received."""
     before, after, axes = step.before, step.after, step.axes
     parts = _parts(before, after, step)
     if parts is not None:
-        turns = splits(parts, axes, before, lambda place: _times(step.ranks, after.local_shape(place)))
-        return _unless_straight(split, turns), ()
+
+        def stacked(place: int) -> tuple[int, ...]:
+            first, *rest = after.local_shape(place)
+            return (step.ranks * first, *rest)
+
+        return _unless_straight(split, splits(parts, axes, before, stacked)), ()
     width = after.nbytes // after.dtype.itemsize
 
-    def laid_out(place: int) -> list[Parcel]:
+    def laid_out(place: int) -> list[Chunk]:
         wanted = [index_of(after, peer) for peer in before.mesh.peers(place, axes)]
-        return parcels_out(index_of(before, place), [(i * width, index) for i, index in enumerate(wanted)])
+        return chunks_out(index_of(before, place), [(i * width, index) for i, index in enumerate(wanted)])
 
     return (pack, step.ranks * width, PerRank(laid_out)), (unpadded, PerRank(after.local_shape))
 
 
-def _times(n: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (n * shape[0], *shape[1:])
-
-
-def _unless_straight(function: Callable[..., Tensor], turns: Turns) -> Kernel:
+def _unless_straight(function: Callable[..., Tensor], turns: Turns) -> LocalWork:
     return () if turns.straight else (function, turns.turn)
 
 
 # ── gathers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@memo("gathers", limit=4096)
-def gathering(step: Step) -> tuple[Kernel, Kernel]:
+@per_step
+def gathering(step: Step) -> tuple[LocalWork, LocalWork]:
     """What to do with a shard before it is gathered, and with all of them afterwards."""
     before, after, axes = step.before, step.after, step.axes
     parts = _parts(after, before, step)
@@ -107,11 +106,11 @@ def gathering(step: Step) -> tuple[Kernel, Kernel]:
         return (), _unless_straight(join, joins(parts, axes, before, after.local_shape))
     width, along = before.nbytes // before.dtype.itemsize, _only_dim(step)
 
-    def gathered(place: int) -> list[Parcel]:
+    def gathered(place: int) -> list[Chunk]:
         shards = [(i * width, index_of(before, peer)) for i, peer in enumerate(before.mesh.peers(place, axes))]
         if along is not None:
             shards.sort(key=lambda shard: shard[1][along])
-        return parcels_in(index_of(after, place), shards)
+        return chunks_in(index_of(after, place), shards)
 
     return (padded, width), (put_together, PerRank(after.local_shape), PerRank(gathered), along)
 
@@ -136,8 +135,8 @@ def _together(every: Iterable[Parts], step: Step) -> Parts | None:
 # ── exchanges ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@memo("swaps", limit=4096)
-def swapping(step: Step) -> tuple[Kernel, PerRank, Kernel] | None:
+@per_step
+def swapping(step: Step) -> tuple[LocalWork, PerRank, LocalWork] | None:
     """How to lay out equal parts for all peers, how large they are, and how to put together those received."""
     before, after, mesh = step.before, step.after, step.before.mesh
     given: list[Parts] = []
@@ -157,42 +156,34 @@ def swapping(step: Step) -> tuple[Kernel, PerRank, Kernel] | None:
     return lay_out, counts, (join, joins(back, step.axes, before, after.local_shape).turn)
 
 
-@memo("exchanges", limit=1024)
-def exchanging(step: Step) -> tuple[Kernel, PerRank, PerRank, PerRank, PerRank, PerRank]:
+@per_step
+def exchanging(step: Step) -> tuple[LocalWork, PerRank, PerRank, PerRank, PerRank, PerRank]:
     """How to lay out what goes, the elements that go and come, and how to put together what came and what was there."""
     held, wanted = PerRank(partial(index_of, step.before)), PerRank(partial(index_of, step.after))
-    brings = _pairing(step, held, wanted) if step.kind == "permute" else _anyone
+    brings = _pairing(step, held, wanted) if step.kind == "permute" else lambda giver, taker: True
     nothing: Index = ((),) * step.before.ndim
 
-    def boxes(place: int, going: bool) -> list[Index]:
+    def shared_with(place: int, going: bool) -> list[Index]:
         pairs = [(place, peer) if going else (peer, place) for peer in step.before.mesh.peers(place, step.axes)]
         return [common(held.at(a), wanted.at(b)) if a != b and brings(a, b) else nothing for a, b in pairs]
 
-    going = PerRank(lambda place: in_a_row(boxes(place, going=True)))
-    coming = PerRank(lambda place: in_a_row(boxes(place, going=False)))
+    going = PerRank(lambda place: in_a_row(shared_with(place, going=True)))
+    coming = PerRank(lambda place: in_a_row(shared_with(place, going=False)))
     send, receive = PerRank(lambda place: going.at(place)[0]), PerRank(lambda place: coming.at(place)[0])
     size = PerRank(lambda place: sum(send.at(place)))
-    out = PerRank(lambda place: parcels_out(held.at(place), going.at(place)[1]))
-    back = PerRank(lambda place: parcels_in(wanted.at(place), coming.at(place)[1]))
-    own = PerRank(lambda place: blocks(held.at(place), wanted.at(place)) if brings(place, place) else ())
+    out = PerRank(lambda place: chunks_out(held.at(place), going.at(place)[1]))
+    back = PerRank(lambda place: chunks_in(wanted.at(place), coming.at(place)[1]))
+    own = PerRank(lambda place: overlaps(held.at(place), wanted.at(place)) if brings(place, place) else ())
     return (pack, size, out), send, receive, PerRank(step.after.local_shape), back, own
 
 
-def _anyone(giver: int, taker: int) -> bool:
-    return True
-
-
-def _count(index: Index) -> int:
-    return math.prod(shape_of(index))
-
-
-def filled(x: Tensor, received: Tensor, shape: tuple[int, ...], parcels: Sequence[Parcel], own: tuple[Block, ...]) -> Tensor:
+def filled(x: Tensor, received: Tensor, shape: tuple[int, ...], chunks: Sequence[Chunk], own: tuple[Overlap, ...]) -> Tensor:
     """A rank's new tensor: what came, and what it had of it already."""
-    if own and not parcels:
-        return cut_out(x, shape, own)
-    if len(parcels) == 1 and parcels[0].shape == shape:
+    if own and not chunks:
+        return take(x, shape, own)
+    if len(chunks) == 1 and chunks[0].shape == shape:
         return received.view(shape)
-    return unpack(received, copy(x, x.new_empty(shape), own), parcels)
+    return unpack(received, copy(x, x.new_empty(shape), own), chunks)
 
 
 def _pairing(step: Step, held: PerRank, wanted: PerRank) -> Callable[[int, int], bool]:
@@ -218,7 +209,7 @@ def _pairs(group: tuple[int, ...], held: PerRank, wanted: PerRank) -> dict[int, 
     for place in sorted(group, key=pairs.__contains__):
         givers.setdefault(held.at(place), []).append(place)
     for place in group:
-        if place not in pairs and _count(wanted.at(place)):
+        if place not in pairs and all(shape_of(wanted.at(place))):
             turn = givers[wanted.at(place)]
             pairs[place] = turn[0]
             turn.append(turn.pop(0))
@@ -228,19 +219,19 @@ def _pairs(group: tuple[int, ...], held: PerRank, wanted: PerRank) -> dict[int, 
 # ── local steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@memo("takes", limit=4096)
-def taking(step: Step) -> Kernel:
+@per_step
+def taking(step: Step) -> LocalWork:
     """How to keep a part."""
-    return cut_out, PerRank(step.after.local_shape), _own(step)
+    return take, PerRank(step.after.local_shape), _own(step)
 
 
 def _own(step: Step) -> PerRank:
     """What a rank holds both before and after a step."""
-    return PerRank(lambda place: blocks(index_of(step.before, place), index_of(step.after, place)))
+    return PerRank(lambda place: overlaps(index_of(step.before, place), index_of(step.after, place)))
 
 
-@memo("splits", limit=4096)
-def splitting(step: Step) -> Kernel:
+@per_step
+def splitting(step: Step) -> LocalWork:
     """How one rank keeps the value and the others what leaves it as it is; nothing where all may keep it."""
     mesh, partials = step.before.mesh, dict(step.after.partials)
     axes = [mesh.axes.index(axis) for axis in step.axes if partials[axis] in NEUTRAL]
@@ -254,13 +245,13 @@ def _keep(x: Tensor, mine: bool, fill: int) -> Tensor:
     return x.clone() if mine else torch.full_like(x, fill)
 
 
-@memo("embeddings", limit=4096)
-def embedding(step: Step) -> Kernel:
+@per_step
+def embedding(step: Step) -> LocalWork:
     """How to put a shard among what changes nothing."""
     kind = dict(step.after.partials)[step.axes[0]]
     fill, scale = identity(kind, step.after.dtype), ranks("avg", step.after, step.axes)
     return _among, PerRank(step.after.local_shape), _own(step), fill, scale
 
 
-def _among(x: Tensor, shape: tuple[int, ...], own: tuple[Block, ...], fill: Any, scale: int) -> Tensor:
+def _among(x: Tensor, shape: tuple[int, ...], own: tuple[Overlap, ...], fill: Any, scale: int) -> Tensor:
     return copy(x if scale == 1 else x * scale, x.new_full(shape, fill), own)

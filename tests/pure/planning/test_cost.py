@@ -15,12 +15,9 @@ from shardwise.planning.cost import (
     ORDINARY,
     SLOW,
     Link,
-    all_gather,
-    all_reduce,
-    all_to_all,
     change,
+    collective,
     links,
-    reduce_scatter,
     route,
     set_links,
 )
@@ -117,17 +114,18 @@ def test_nothing_is_crossed_along_an_axis_of_one() -> None:
 
 def test_the_price_of_a_collective() -> None:
     link = Link(3.0, 0.5)
-    assert all_gather(8, 4, link) == 3 + 8 * 3 * 0.5
-    assert reduce_scatter(8, 4, link) == all_to_all(8, 4, link) == 3 + 6 * 0.5
-    assert all_reduce(8, 4, link) == 3 + 12 * 0.5
-    assert [price(8, 1, link) for price in (all_gather, reduce_scatter, all_to_all, all_reduce)] == [0, 0, 0, 0]
+    assert collective("all_gather", 8, 4, link) == 3 + 8 * 3 * 0.5
+    assert collective("reduce_scatter", 8, 4, link) == collective("all_to_all", 8, 4, link) == 3 + 6 * 0.5
+    assert collective("all_reduce", 8, 4, link) == 3 + 12 * 0.5
+    kinds = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+    assert [collective(kind, 8, 1, link) for kind in kinds] == [0, 0, 0, 0]
 
 
 def test_the_price_of_a_change_is_that_of_its_collective() -> None:
     link = Link(3.0, 0.5)
     assert change(0, 0, 8, 4, link) == 0
-    assert change(0, None, 8, 4, link) == all_gather(8, 4, link)
-    assert change(0, 1, 8, 4, link) == all_to_all(8, 4, link)
-    assert change("sum", None, 8, 4, link) == all_reduce(8, 4, link)
-    assert change("sum", 1, 8, 4, link) == reduce_scatter(8, 4, link)
+    assert change(0, None, 8, 4, link) == collective("all_gather", 8, 4, link)
+    assert change(0, 1, 8, 4, link) == collective("all_to_all", 8, 4, link)
+    assert change("sum", None, 8, 4, link) == collective("all_reduce", 8, 4, link)
+    assert change("sum", 1, 8, 4, link) == collective("reduce_scatter", 8, 4, link)
     assert change(None, 0, 8, 4, link) == change(None, 0, 8, 4, SLOW) < 1e-6, "local steps cross no link"

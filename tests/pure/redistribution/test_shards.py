@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 from shardwise.layouts.layout import Factor, Layout, contiguous_stride, sharded, whole
 from shardwise.layouts.mesh import Mesh
 from shardwise.redistribution.shards import (
-    blocks,
+    chunks_in,
+    chunks_out,
     common,
     copy,
-    cut_out,
     index_of,
     join,
     joins,
+    overlaps,
     pack,
     padded,
-    parcels_in,
-    parcels_out,
     parts_of,
     put_together,
     shape_of,
-    spans,
     split,
     splits,
+    stretches,
+    take,
     unpack,
     unpadded,
 )
@@ -64,7 +64,7 @@ def chosen(index: Any) -> torch.Tensor:
 def test_a_copy_moves_what_both_hold(source: Any, target: Any) -> None:
     want = chosen(target)
     want[~torch.isin(want, chosen(source))] = 0
-    shared = blocks(source, target)
+    shared = overlaps(source, target)
     assert torch.equal(copy(chosen(source), torch.zeros(shape_of(target), dtype=torch.long), shared), want)
     turned = chosen(source).t().contiguous().t()  # the same numbers, otherwise in memory
     assert torch.equal(copy(turned, torch.zeros(shape_of(target), dtype=torch.long), shared), want)
@@ -76,7 +76,7 @@ def test_what_is_common_is_all_of_both(one: Any, other: Any) -> None:
     both = common(one, other)
     assert both == common(other, one) and common(both, one) == both
     assert set(chosen(both).flatten().tolist()) == set(chosen(one).flatten().tolist()) & set(chosen(other).flatten().tolist())
-    found = cut_out(chosen(one), shape_of(both), blocks(one, both))
+    found = take(chosen(one), shape_of(both), overlaps(one, both))
     assert torch.equal(found, chosen(both)) and (not found.numel() or found.stride() == contiguous_stride(found.shape))
 
 
@@ -84,22 +84,22 @@ def test_what_is_common_is_all_of_both(one: Any, other: Any) -> None:
 @given(indices, st.lists(indices, max_size=3))
 def test_parcels_bring_everything_over(mine: Any, others: Any) -> None:
     """What goes into a buffer from one tensor comes out of it into another."""
-    boxes = [common(mine, other) for other in others]
-    width = max((len(chosen(box).flatten()) for box in boxes), default=0)
-    starts = [(i * width, box) for i, box in enumerate(boxes)]
-    buffer = pack(chosen(mine), width * len(boxes), parcels_out(mine, starts))
-    out = unpack(buffer, torch.zeros(shape_of(mine), dtype=torch.long), parcels_in(mine, starts))
+    overlaps = [common(mine, other) for other in others]
+    width = max((len(chosen(box).flatten()) for box in overlaps), default=0)
+    starts = [(i * width, box) for i, box in enumerate(overlaps)]
+    buffer = pack(chosen(mine), width * len(overlaps), chunks_out(mine, starts))
+    out = unpack(buffer, torch.zeros(shape_of(mine), dtype=torch.long), chunks_in(mine, starts))
     want = chosen(mine)
-    want[~torch.isin(want, torch.cat([chosen(box).flatten() for box in boxes] or [torch.zeros(0)]))] = 0
+    want[~torch.isin(want, torch.cat([chosen(box).flatten() for box in overlaps] or [torch.zeros(0)]))] = 0
     assert torch.equal(out, want)
 
 
-def test_regular_stretches_are_one_block() -> None:
+def test_regular_stretches_are_copied_at_once() -> None:
     """A rank that holds one of two columns of each of 64 rows, as a part of one dim, is copied at once."""
     every, mine = [(0, 64 * 4)], [(4 * i + 2, 4 * i + 4) for i in range(64)]
-    assert len(spans(every, mine)) == len(spans(mine, every)) == len(spans(mine, mine)) == 1
-    assert spans(mine, mine)[0].times == 1
-    assert len(spans([(0, 2), (5, 7), (9, 11)], [(0, 12)])) == 2
+    assert len(stretches(every, mine)) == len(stretches(mine, every)) == len(stretches(mine, mine)) == 1
+    assert stretches(mine, mine)[0].times == 1
+    assert len(stretches([(0, 2), (5, 7), (9, 11)], [(0, 12)])) == 2
 
 
 @pytest.mark.parametrize("along", [None, 1])
@@ -108,7 +108,7 @@ def test_what_is_put_together_is_contiguous(along: int | None) -> None:
     whole_index = (((0, 2),), ((0, 5),))
     halves = [(0, (((0, 2),), ((0, 3),))), (6, (((0, 2),), ((3, 5),)))]
     buffer = torch.cat([x[:, :3].flatten(), x[:, 3:].flatten()])
-    found = put_together(buffer, (2, 5), parcels_in(whole_index, halves), along)
+    found = put_together(buffer, (2, 5), chunks_in(whole_index, halves), along)
     assert torch.equal(found, x) and found.is_contiguous()
     assert put_together(buffer[:0], (0, 5), [], along).shape == (0, 5)
 
@@ -167,4 +167,4 @@ def test_turns_go_there_and_back(shape: tuple[int, ...]) -> None:
 
 
 def _held(layout: Layout, place: int) -> Any:
-    return blocks(tuple(((0, n),) for n in layout.shape), index_of(layout, place))
+    return overlaps(tuple(((0, n),) for n in layout.shape), index_of(layout, place))
