@@ -92,8 +92,15 @@ def check(axes: dict[str, int], wrap: Callable[..., Any], change: Callable[[Trai
     return wrapped
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-@pytest.mark.parametrize("way", WAYS)
+#: Each optimizer on one of the meshes; on both with --slow.
+CAPTURED = [
+    pytest.param(way, axes, marks=[] if (number + other) % 2 else pytest.mark.slow)
+    for number, way in enumerate(WAYS)
+    for other, axes in enumerate(MESHES)
+]
+
+
+@pytest.mark.parametrize(("way", "axes"), CAPTURED, ids=str)
 def test_captured(way: str, axes: dict[str, int]) -> None:
     optimizer, options, programs = WAYS[way]
     plain, traced = Training(axes, optimizer, **options), Training(axes, optimizer, **options)
@@ -133,8 +140,9 @@ def test_the_step_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(got.full_tensor(), want.detach(), atol=1e-4, rtol=1e-4)
 
 
-def test_compiled() -> None:
-    check({"dp": 2, "tp": 3}, lambda step: sw.compile(step, fullgraph=True))
+@pytest.mark.parametrize("axes", [{"tp": 3}, pytest.param({"dp": 2, "tp": 3}, marks=pytest.mark.slow)], ids=str)
+def test_compiled(axes: dict[str, int]) -> None:
+    check(axes, lambda step: sw.compile(step, fullgraph=True))
 
 
 def on_this_rank() -> int:

@@ -64,8 +64,15 @@ class Regions:
         return self.last(y, self.memo[0], self.leaves[2]).cos()
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-@pytest.mark.parametrize("middle", ["int32", "float32"])
+@pytest.mark.parametrize(
+    ("axes", "middle"),
+    [
+        ({}, "int32"),
+        ({"tp": 2}, "float32"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [({}, "float32"), ({"tp": 2}, "int32")]),
+    ],
+    ids=str,
+)
 def test_a_region_that_the_second_run_skips(wrapped: bool, axes: dict[str, int], middle: str) -> None:
     regions = Regions(*given(axes), middle)
     x = regions.leaves[0]
