@@ -1,14 +1,14 @@
-"""Rematerialisation: what the backward needs is computed a second time, but for what a policy saves; eager and traced.
+"""Rematerialisation (activation checkpointing): the backward recomputes what a policy does not save; eager and traced.
 
 In the order of imports, which go down only:
 
-    policies       policies of rematerialisation: which results a block keeps for its backward
-    traced         blocks of `remat` in traced programs: which results are kept
-    names          values by how they are made, so that two runs can be told to have made the same one
-    generators     the state of random number generators before a call
-    record_replay  what watches the two runs of a block, operator by operator
-    block          a block that is run twice: what autograd saves waits for its value
-    remat          `remat`, `remat_module`: functions and modules whose activations are computed twice
+    policies       `sw.save`: which results a block saves for its backward
+    names          names of values that tell how they are computed, so that a second run recognises them
+    generators     save and restore the states of random number generators
+    record_replay  the two runs of a block in eager mode, operator by operator
+    traced         `remat` in traced programs: asks the policy for each operator
+    block          a block in eager mode: autograd saves empty cells, which the second run fills
+    remat          `remat`, `remat_module`: functions and modules with recomputed activations
 """
 
 from .block import kept_values

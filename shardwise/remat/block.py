@@ -1,8 +1,8 @@
-"""A block that is run twice: what autograd saves in it is not kept but computed again when the backward asks for it.
+"""A block under eager `remat`: autograd saves empty cells in its forward, and a second run fills them when the backward starts.
 
-The first run gives names to values (`values.py`); what autograd saves is a `Cell`, which waits for the value of such a name.
-The first cell that is asked for starts the second run, which fills all of them, and ends as soon as it has. A value of another
-name never gets into a cell; a cell that stays empty is an error.
+The first run names values (`names.py`); autograd saves a `Cell` for each name instead of the tensor. The first cell that the
+backward reads starts the second run, which fills all cells, and ends as soon as it has. A value of another name never gets into
+a cell; a cell that stays empty is an error.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .._torch.tensors import keeps_graph, tree_flatten, tree_unflatten
 from ..errors import RematError
 from ..tensor.dtensor import DTensor
 from .generators import devices_of, from_states, get_states
-from .names import OUTSIDE, Call, Run, Value, describe, facts_of_tensor, tensors, version
+from .names import OUTSIDE, Invocation, Names, Value, describe, facts_of_tensor, tensors, version
 from .policies import Policy
-from .record_replay import Cell, Done, Record, Replay, given_back
+from .record_replay import Cell, Done, FirstRun, SecondRun, given_back
 
 #: Arguments that hold no others.
 _PLAIN = (Tensor, torch.nn.Parameter, DTensor, int, float, bool, str, type(None))
@@ -32,7 +32,7 @@ _blocks: weakref.WeakSet[Block] = weakref.WeakSet()
 
 
 def kept_values() -> int:
-    """How many results blocks keep now for backwards to come.
+    """How many results all blocks together save at this moment for their backwards.
 
     >>> kept_values()
     0
@@ -41,7 +41,7 @@ def kept_values() -> int:
 
 
 class _Outside(NamedTuple):
-    """A tensor from outside the block, which is simply kept."""
+    """A tensor from outside the block, which is saved as it is."""
 
     of: Value
     tensor: Tensor
@@ -49,7 +49,7 @@ class _Outside(NamedTuple):
 
 
 class _Inputs(Function):
-    """Saves tensors as autograd does: if a block outside this one saves its tensors in its own way, also these."""
+    """Saves the arguments of a block by autograd itself, so that an outer block handles them as its own saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, *tensors: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class _Inputs(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Never asked."""
+        """Never called."""
         raise RematError("the inputs of a block have no gradients of their own")
 
 
@@ -68,9 +68,9 @@ class Block:
 
     def __init__(self, function: Callable[..., Any], name: str, policy: Policy) -> None:
         self.function, self.name, self.policy = function, name, policy
-        self.first = Run(name)
+        self.first = Names(name)
         self._cells: list[tuple[Value, int, Any]] = []
-        self._record: Record | None = None  #: while the first run goes on
+        self._record: FirstRun | None = None  #: during the first run
         self._has_backward = False
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
@@ -86,16 +86,16 @@ class Block:
         self._around = _Surroundings(given)
         _blocks.add(self)
         self._name_arguments(self.first, given)
-        self._record = Record(self.first, self.policy, self._around.states)
+        self._record = FirstRun(self.first, self.policy, self._around.states)
         try:
             with saved_tensors_hooks(self._pack, self._unpack), self._record:
                 return self.function(*args, **kwargs)
         finally:
             self._record = None
 
-    def _name_arguments(self, run: Run, given: list[Tensor]) -> None:
+    def _name_arguments(self, names: Names, given: list[Tensor]) -> None:
         for index, x in enumerate(given):
-            run.name(x, self.first.argument(index))
+            names.name(x, self.first.argument(index))
 
     # ── what autograd saves ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -124,10 +124,9 @@ class Block:
     def _unchanged(self, packed: _Outside) -> Tensor:
         writes = version(packed.tensor) - packed.version
         if writes:
-            told = describe(facts_of_tensor(packed.tensor))
             raise RematError(
-                f"{self.name}: the backward needs a tensor from outside the block, {told}, which was written to {writes} times "
-                "since; do the backward before that"
+                f"{self.name}: the backward needs a tensor from outside the block, {describe(facts_of_tensor(packed.tensor))}, "
+                f"which was written to {writes} times since; do the backward before that"
             )
         return packed.tensor
 
@@ -162,7 +161,7 @@ class Block:
     def _run_again(self) -> None:
         cells = [(value, writes, cell()) for value, writes, cell in self._cells]
         wanted = {(value, writes): cell for value, writes, cell in cells if cell is not None and cell.value is None}
-        replay = Replay(Run(self.name, self.first), wanted)
+        replay = SecondRun(Names(self.name, self.first), wanted)
         given, leaves = self._tensors(), list(self._constants)
         for place, x in zip(self._places, given, strict=True):
             leaves[place] = x
@@ -172,65 +171,61 @@ class Block:
             stack.enter_context(self._around.again())
             if self._record is not None:
                 stack.enter_context(self._record.unseen())
-            self._name_arguments(replay.run, given)
+            self._name_arguments(replay.names, given)
             for index, x in enumerate(given):
                 replay.fill(self.first.argument(index), 0, x)
-            stack.enter_context(saved_tensors_hooks(_filler(replay, self._has_backward), _same))
+            stack.enter_context(saved_tensors_hooks(_filler(replay, self._has_backward), lambda x: x))
             stack.enter_context(replay)
             self.function(*args, **kwargs)
-        if not replay.run.strange:
+        if not replay.names.strange:
             _fill_from_kept(wanted, self.first)
         if wanted:
-            raise RematError(self._mismatch(wanted, replay.run))
+            raise RematError(self._mismatch(wanted, replay.names))
         if not keeps_graph():
             self.first.drop()
 
-    def _mismatch(self, wanted: dict[Any, Cell], run: Run) -> str:
+    def _mismatch(self, wanted: dict[Any, Cell], names: Names) -> str:
         (value, _), cell = next(iter(wanted.items()))
         text = f"the backward needs {self.first.tell(value)}, {describe(cell.facts)}, which the recomputation did not make"
-        if run.strange:
-            needed = self.first.describe(value.source) if isinstance(value.source, Call) else ""
-            alike = [call for call in run.strange if run.describe(call) == needed]
-            other = (alike or run.strange)[0]
-            told = f"the {'same' if alike else 'first'} call that the forward made otherwise is {run.describe(other)}"
-            text += f"; {told}, which gave {other.told}"
+        if names.strange:
+            needed = self.first.describe(value.source) if isinstance(value.source, Invocation) else ""
+            alike = [call for call in names.strange if names.describe(call) == needed]
+            other = (alike or names.strange)[0]
+            which = f"the {'same' if alike else 'first'} call that the forward made otherwise is {names.describe(other)}"
+            text += f"; {which}, which gave {other.gives}"
         rule = "A block has to do the same whenever it runs on the same values"
         return f"{self.name} is not the same the second time: {text}. {rule}"
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _filler(replay: Replay, whole: bool) -> Callable[[Tensor], Any]:
-    """What the second run does with a tensor that autograd saves. As a rule nothing is done with its own graph, and nothing is
-    saved for that: a tensor with its graph would keep itself alive."""
-    others = any(value.written or writes or not isinstance(value.of, Call) for value, writes in replay.wanted)
+def _filler(replay: SecondRun, whole: bool) -> Callable[[Tensor], Any]:
+    """The hook for tensors that autograd saves in the second run, whose own graph is used only if the block has a backward
+    inside: otherwise nothing is saved, since a tensor with its graph would keep itself alive."""
+    others = any(value.written or writes or not isinstance(value.of, Invocation) for value, writes in replay.wanted)
 
     def pack(x: Tensor) -> Any:
         if others:
-            replay.fill(*replay.run.value_now(x), x)
+            replay.fill(*replay.names.value_now(x), x)
         return x.detach() if whole else None
 
     return pack
 
 
-def _fill_from_kept(wanted: dict[Any, Cell], run: Run) -> None:
-    """What a skipped call has kept is there without it, and so is what has been remembered."""
-    there = {value: x for known, value, then in run.known.values() if (x := known()) is not None and version(x) == then}
+def _fill_from_kept(wanted: dict[Any, Cell], names: Names) -> None:
+    """Fill cells with saved results of calls that the second run skipped, and with tensors that are still alive."""
+    there = {value: x for known, value, then in names.known.values() if (x := known()) is not None and version(x) == then}
     for (value, writes), cell in list(wanted.items()):
         call = value.of
         if value in there and not writes:
             cell.fill(there[value].detach())
-        elif isinstance(call, Call) and call.kept is not None and not writes:
-            cell.fill(list(tensors(given_back(run, call)))[value.index])
+        elif isinstance(call, Invocation) and call.kept is not None and not writes:
+            cell.fill(tensors(given_back(names, call))[value.index])
         else:
             continue
         del wanted[value, writes]
 
 
 class _Surroundings:
-    """What a run depends on beside its arguments: random states and autocast."""
+    """The state of random number generators and of autocast at the start of a block."""
 
     def __init__(self, given: list[Tensor]) -> None:
         kinds = sorted({"cpu", *(x.device.type for x in given)} - {"meta"})
@@ -242,7 +237,7 @@ class _Surroundings:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """The same once more."""
+        """Enter that state again for the block."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(from_states(self.states))
             for kind, dtype, enabled, cached in self.casts:

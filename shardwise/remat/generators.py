@@ -1,4 +1,4 @@
-"""The state of random number generators: before a call, so that a second call draws the same."""
+"""Save and restore the states of random number generators, so that a second run draws the same numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-#: For each generator (None: that of the host; a device: its own) its state.
+#: The state of each generator; None stands for the host's, a device for its own.
 States = list[tuple[Any, Tensor]]
 
 
@@ -21,7 +21,7 @@ def get_states(devices: Iterable[torch.device] = (), generator: Generator | None
 
 
 def set_states(states: States) -> None:
-    """Go on from states."""
+    """Restore saved states."""
     for of, state in states:
         if of is None:
             torch.set_rng_state(state)
@@ -33,7 +33,7 @@ def set_states(states: States) -> None:
 
 @contextlib.contextmanager
 def from_states(states: States) -> Iterator[None]:
-    """In the block, draw from states; afterwards go on as if nothing had been drawn.
+    """In the block, draw from saved states; afterwards generators are as if nothing had been drawn.
 
     >>> _ = torch.manual_seed(0); before = get_states(); first = torch.rand(1)
     >>> with from_states(before):

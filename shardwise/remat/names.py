@@ -1,8 +1,8 @@
-"""Values by how they are made, so that two runs of one function can be told to have made the same one.
+"""Names of values that tell how they are computed, so that the second run of a function recognises the values of the first.
 
-A call is known by its operator and by what it is given: constants as they are, tensors by the value that they are, that is, by
-the call that made them. Calls that are alike in all of this are told apart by their order. So what a run leaves out, or does in
-another order, changes no other value; and a value has the name of another only if it is computed in the same way.
+A call is named by its operator and its arguments: constants by themselves, tensors by the call that made them. Calls that are
+equal in all of this are numbered in their order. So what a run leaves out, or does in another order, changes no other name; and
+two values have the same name only if they are computed in the same way.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch.tensors import is_wrapper
+from .._torch.tensors import is_wrapper, tree_leaves
 from ..comm import Bundle
 from ..tensor.dtensor import DTensor
 
@@ -26,12 +26,12 @@ _turns = itertools.count(1)
 
 
 class Value:
-    """What a tensor is: a result of a call, an argument of the block, a tensor from outside, or a part of another value."""
+    """The name of a tensor's value: a result of a call, an argument of the block, a tensor from outside, or a part of these."""
 
     _root: Value | None = None
-    #: Whether a call wrote it to memory that was there before.
+    #: Whether a call wrote it to memory that existed before.
     written = False
-    #: What waits for it in the backward, by how often it was written to since.
+    #: The cells that the backward will read it from, by how often it was written to since.
     cells: dict[int, Any] | None = None
 
     def __init__(self, of: Any, index: Any) -> None:
@@ -43,7 +43,7 @@ class Value:
         return self if self._root is None else self._root
 
     def lie_in(self, root: Value | None) -> None:
-        """Say whose memory it has; None: its own."""
+        """Set the value whose memory it shares; None: it has its own."""
         self._root = None if root is self else root
 
     @property
@@ -56,19 +56,19 @@ class Value:
         """Where it comes from, in words."""
         if isinstance(self.of, Value):
             return self.of.origin
-        if isinstance(self.of, Call):
+        if isinstance(self.of, Invocation):
             return f"result {self.index}"
         return f"argument {self.index} of the block" if self.of == ARGUMENT else "a tensor from outside the block"
 
 
-class Call:
+class Invocation:
     """One call of an operator in a region."""
 
-    #: What is kept of it, if anything is, and how often the tensors in there had been written to.
+    #: Its saved results in a tuple, or None, and how often the tensors in there had been written to.
     kept: Any = None
     versions: Sequence[int] = ()
-    #: Its results in words, where they are no values of the first run.
-    told = ""
+    #: Dtypes and shapes of its results as text, for calls that only the second run makes.
+    gives = ""
     #: The states of generators before the call, where the second run may have others.
     before: Any = None
 
@@ -82,6 +82,10 @@ class Call:
         while len(self.results) <= index:
             self.results.append(Value(self, len(self.results)))
         return self.results[index]
+
+    def keep(self, results: Any) -> None:
+        """Save its results."""
+        self.kept, self.versions = (results,), [version(x) for x in tensors(results)]
 
 
 def version(x: Tensor) -> int:
@@ -104,20 +108,19 @@ def _members(x: Any) -> tuple[Tensor, ...]:
 Known = tuple[Any, Value, int]
 
 
-class Run:
-    """One run of a block: which value each tensor is. The second run looks at the first: what that made and is still there may
-    come up again."""
+class Names:
+    """The values of one run of a block, by tensor. The second run also looks at those of the first, which may come up again."""
 
-    def __init__(self, region: str, first: Run | None = None) -> None:
+    def __init__(self, region: str, first: Names | None = None) -> None:
         self.region, self.first = region, first
-        self.calls: dict[Any, Call] = {} if first is None else first.calls
+        self.calls: dict[Any, Invocation] = {} if first is None else first.calls
         #: In the second run, calls that the first did not make, in their order.
-        self.strange: list[Call] = []
+        self.strange: list[Invocation] = []
         #: By the id of a tensor: a weak reference to it, its value, and how often it had been written to when it got its name.
         self.known: dict[int, Known] = {}
         self.regions: dict[int, Any] = {}
         #: All calls, in their order.
-        self.order: list[Call] = []
+        self.order: list[Invocation] = []
         self._turn = 0 if first is None else next(_turns)
         self._outside: list[tuple[Any, tuple[Any, ...], Value]] = []
         self._came_in: dict[int, Value] = {}
@@ -126,21 +129,21 @@ class Run:
         self._arguments: list[Value] = []
 
     def __del__(self) -> None:
-        """Calls and their results know each other: without this, all that is kept would wait for the garbage collector."""
+        """Break the cycles of calls and their results, so that saved results do not wait for the garbage collector."""
         for call in self.strange if self.first is not None else self.order:
             call.results.clear()
 
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def call(self, key: tuple[Any, ...], operator: str, region: str) -> Call:
-        """The call with such a key; in the second run, that of the first, if it made one."""
+    def call(self, key: tuple[Any, ...], operator: str, region: str) -> Invocation:
+        """The call with such a key; in the second run, that of the first run, if there is one."""
         calls, turn = self.calls, self._turn
         found, again = calls.get(key), 1
         while found is not None and found.turn == turn:
             again += 1
             found = calls.get((again, key))
         if found is None:
-            found = Call(operator, region, turn)
+            found = Invocation(operator, region, turn)
             if self.first is None:
                 calls[key if again == 1 else (again, key)] = found
             else:
@@ -149,7 +152,7 @@ class Run:
         self.order.append(found)
         return found
 
-    def number(self, call: Call) -> int:
+    def number(self, call: Invocation) -> int:
         """Which call of its operator in its region it is."""
         alike = [other for other in self.order if other.operator == call.operator and other.region == call.region]
         return alike.index(call) + 1
@@ -157,14 +160,14 @@ class Run:
     def tell(self, value: Value) -> str:
         """A value in words."""
         call = value.source
-        return f"{value.origin} of {self.describe(call)}" if isinstance(call, Call) else value.origin
+        return f"{value.origin} of {self.describe(call)}" if isinstance(call, Invocation) else value.origin
 
-    def describe(self, call: Call) -> str:
+    def describe(self, call: Invocation) -> str:
         """A call in words."""
         return f"{call.operator}, call {self.number(call)} of it in {call.region}"
 
     def key(self, op: Any, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        """What a call is known by."""
+        """The operator and arguments of a call, hashable, with values instead of tensors."""
         key: list[Any] = [op]
         for arg in args:
             known = self.known.get(id(arg))
@@ -186,7 +189,7 @@ class Run:
         return tuple(key)
 
     def drop(self) -> None:
-        """Let go of all that is kept."""
+        """Free all saved results."""
         for call in self.calls.values():
             call.kept = None
 
@@ -202,7 +205,7 @@ class Run:
         return value, version(x) - then
 
     def knows(self, x: Tensor) -> bool:
-        """Whether something is known of a tensor."""
+        """Whether a tensor has a name."""
         known = self.known.get(id(x))
         return known is not None and known[0]() is x
 
@@ -247,7 +250,7 @@ class Run:
         return found
 
     def _before(self, x: Tensor) -> Known | None:
-        """What the first run knew the same tensor as; it is another value if it was written to since."""
+        """The name that the first run gave to the same tensor; another one if it was written to since."""
         known = self.first.known.get(id(x)) if self.first is not None else None
         if self.first is None or known is None or known[0]() is not x:
             return None
@@ -277,13 +280,13 @@ class Run:
         weight = _cast_from(x)
         if weight is not None:
             return weakref.ref(x), self.cast(weight, x.dtype), version(x)
-        told = (tuple(x.shape), x.dtype, x.device, type(x))
+        here = (tuple(x.shape), x.dtype, x.device, type(x))
         for other, facts, value in self.first._outside if self.first is not None else ():
-            if facts == told and other() is None and value not in self._claimed:
+            if facts == here and other() is None and value not in self._claimed:
                 self._claimed.add(value)
                 return weakref.ref(x), value, version(x)
         value = self._came_in[id(x)] = Value(OUTSIDE, len(self._outside))
-        self._outside.append((weakref.ref(x), told, value))
+        self._outside.append((weakref.ref(x), here, value))
         return weakref.ref(x), value, version(x)
 
 
@@ -306,20 +309,9 @@ def _constant(kind: type, x: Any) -> Hashable:
     return kind, x
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a result or an argument."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item)
-
-
-def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A result with a function applied to each of its tensors."""
-    if isinstance(value, Tensor):
-        return function(value)
-    return type(value)(mapped(function, item) for item in value) if isinstance(value, list | tuple) else value
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors in a result or an argument; a single one is looked at first, since most results are."""
+    return [value] if isinstance(value, Tensor) else [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def size_of(x: Tensor) -> int:

@@ -1,8 +1,8 @@
-"""Policies of rematerialisation: which results a block keeps for its backward, and which it computes a second time.
+"""`sw.save`: policies of rematerialisation, which say what a block saves for its backward and what it recomputes.
 
 A policy is a value: it prints as the expression that makes it, policies that print alike are equal, and neither depends on the
-process, so that one can be part of a key. Policies combine: `a | b` keeps what either keeps, `a & b` what both keep, `~a` what
-`a` does not. What must be so beats what may be so; between equals `|` keeps and `&` computes again.
+process, so that one can be part of a key. Policies combine: `a | b` saves what either saves, `a & b` what both save, `~a` what
+`a` does not. `must_*` outranks the rest; on a tie `a | b` saves and `a & b` recomputes.
 
 >>> (matmuls | collectives) & up_to(64 * 2**20)
 (save.matmuls | save.collectives) & save.up_to(67108864)
@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -45,7 +46,7 @@ __all__ = [
 
 
 class Choice(enum.Enum):
-    """What becomes of a result. What only may be saved or recomputed, a compiler may decide otherwise."""
+    """What becomes of a result. Without MUST, a compiler may decide otherwise."""
 
     MUST_RECOMPUTE = -2
     RECOMPUTE = -1
@@ -54,7 +55,7 @@ class Choice(enum.Enum):
 
     @property
     def saves(self) -> bool:
-        """Whether the result is kept."""
+        """Whether the result is saved."""
         return self.value > 0
 
 
@@ -71,7 +72,7 @@ class Made:
 
 
 class Policy(metaclass=OpaqueBaseMeta):
-    """Which results are kept; combine policies with `|`, `&` and `~`. In traced programs policies are constants."""
+    """Which results are saved; combine policies with `|`, `&` and `~`. In traced programs policies are constants."""
 
     __slots__ = ()
     #: Whether the choice depends on nothing but the operator, so that it can be remembered.
@@ -85,10 +86,10 @@ class Policy(metaclass=OpaqueBaseMeta):
         raise RematError(f"{type(self).__name__} does not say what it keeps; give it a method `choose`")
 
     def __or__(self, other: Policy) -> Policy:
-        return _Pair("|", self, _checked(other))
+        return _Combined("|", self, _checked(other))
 
     def __and__(self, other: Policy) -> Policy:
-        return _Pair("&", self, _checked(other))
+        return _Combined("&", self, _checked(other))
 
     def __invert__(self) -> Policy:
         return _Inverse(self)
@@ -109,7 +110,7 @@ def _checked(policy: object) -> Policy:
     return policy
 
 
-class _Pair(Policy):
+class _Combined(Policy):
     __slots__ = ("by_operator", "left", "right", "sign")
 
     def __init__(self, sign: str, left: Policy, right: Policy) -> None:
@@ -124,7 +125,7 @@ class _Pair(Policy):
 
     def __repr__(self) -> str:
         return f" {self.sign} ".join(
-            f"({side!r})" if isinstance(side, _Pair) and side.sign != self.sign else repr(side)
+            f"({side!r})" if isinstance(side, _Combined) and side.sign != self.sign else repr(side)
             for side in (self.left, self.right)
         )
 
@@ -139,40 +140,28 @@ class _Inverse(Policy):
         return Choice(-self.policy.choose(made, op, args).value)
 
     def __repr__(self) -> str:
-        return f"~({self.policy!r})" if isinstance(self.policy, _Pair) else f"~{self.policy!r}"
+        return f"~({self.policy!r})" if isinstance(self.policy, _Combined) else f"~{self.policy!r}"
 
 
 # ── by operator ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Family(Policy):
-    __slots__ = ("name", "test")
+class _Test(Policy):
+    """Saves the results of the calls that pass a test."""
 
-    def __init__(self, name: str, test: Callable[[Made], bool]) -> None:
-        self.name, self.test = name, test
+    __slots__ = ("by_operator", "test", "text")
+
+    def __init__(self, text: str, test: Callable[[Made], bool], by_operator: bool = True) -> None:
+        self.text, self.test, self.by_operator = text, test, by_operator
 
     def choose(self, made: Made, op: Any = None, args: Sequence[Any] = ()) -> Choice:
         return Choice.SAVE if self.test(made) else Choice.RECOMPUTE
 
     def __repr__(self) -> str:
-        return f"save.{self.name}"
+        return f"save.{self.text}"
 
-    def __reduce__(self) -> str:
-        return self.name  # a pickle says its name only
-
-
-class _Operators(Policy):
-    __slots__ = ("names",)
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
-
-    def choose(self, made: Made, op: Any = None, args: Sequence[Any] = ()) -> Choice:
-        known = any(made.operator == name or made.operator.startswith(f"{name}.") for name in self.names)
-        return Choice.SAVE if known else Choice.RECOMPUTE
-
-    def __repr__(self) -> str:
-        return f"save.operators({', '.join(map(repr, self.names))})"
+    def __reduce__(self) -> Any:  # those of this module are pickled by name
+        return self.text if self.text in __all__ else (_Test, (self.text, self.test, self.by_operator))
 
 
 _MATMULS = frozenset(
@@ -206,30 +195,35 @@ def _is_collective(made: Made) -> bool:
     return made.operator.split(".")[0] in _COLLECTIVES or _base(made.operator) in _MOVES
 
 
-nothing = _Family("nothing", lambda made: False)
-everything = _Family("everything", lambda made: True)
-#: Products of matrices.
-matmuls = _Family("matmuls", lambda made: _base(made.operator) in _MATMULS)
+def _is_one_of(names: tuple[str, ...], made: Made) -> bool:
+    return any(made.operator == name or made.operator.startswith(f"{name}.") for name in names)
+
+
+nothing = _Test("nothing", lambda made: False)
+everything = _Test("everything", lambda made: True)
+#: Matrix multiplications.
+matmuls = _Test("matmuls", lambda made: _base(made.operator) in _MATMULS)
 #: Fused attention.
-attention = _Family("attention", _is_attention)
-#: What other ranks sent: moves of a DTensor between layouts, and torch's own collectives.
-collectives = _Family("collectives", _is_collective)
+attention = _Test("attention", _is_attention)
+#: Redistributions of DTensors, and torch's own collectives.
+collectives = _Test("collectives", _is_collective)
 #: Random numbers, dropout among them.
-random = _Family("random", lambda made: made.random)
+random = _Test("random", lambda made: made.random)
 #: Operators of other libraries and of the user.
-custom = _Family("custom", lambda made: made.operator.split(".")[0] not in _OWN)
-#: What `remat` keeps where it is not told: no collective and no attention is run twice.
+custom = _Test("custom", lambda made: made.operator.split(".")[0] not in _OWN)
+#: What `remat` saves by default: no collective and no attention runs twice.
 default = collectives | attention
 
 
 def operators(*ops: Any) -> Policy:
-    """Keep the results of these operators, given as `torch.ops.aten.mm` (all overloads), as one overload, or by name.
+    """Save the results of these operators, given as `torch.ops.aten.mm` (all overloads), as one overload, or by name.
 
     >>> import torch
     >>> operators(torch.ops.aten.mm, "aten.sin.default")
     save.operators('aten.mm', 'aten.sin.default')
     """
-    return _Operators(tuple(sorted({_named(op) for op in ops})))
+    names = tuple(sorted({_named(op) for op in ops}))
+    return _Test(f"operators({', '.join(map(repr, names))})", partial(_is_one_of, names))
 
 
 def _named(op: Any) -> str:
@@ -244,48 +238,20 @@ def _named(op: Any) -> str:
 # ── by anything else ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Regions(Policy):
-    __slots__ = ("pattern",)
-    by_operator = False
-
-    def __init__(self, pattern: str) -> None:
-        self.pattern = pattern
-
-    def choose(self, made: Made, op: Any = None, args: Sequence[Any] = ()) -> Choice:
-        return Choice.SAVE if fnmatchcase(made.region, self.pattern) else Choice.RECOMPUTE
-
-    def __repr__(self) -> str:
-        return f"save.regions({self.pattern!r})"
-
-
-class _UpTo(Policy):
-    __slots__ = ("limit",)
-    by_operator = False
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-
-    def choose(self, made: Made, op: Any = None, args: Sequence[Any] = ()) -> Choice:
-        return Choice.SAVE if made.bytes <= self.limit else Choice.RECOMPUTE
-
-    def __repr__(self) -> str:
-        return f"save.up_to({self.limit})"
-
-
 class _By(Policy):
     __slots__ = ("function", "text")
     by_operator = False
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.text = function, _told(function)
+        self.function, self.text = function, _fingerprint(function)
 
     def choose(self, made: Made, op: Any = None, args: Sequence[Any] = ()) -> Choice:
-        said = self.function(op, args, made)
+        answer = self.function(op, args, made)
         try:
-            return said if isinstance(said, Choice) else Choice[said.upper()]
+            return answer if isinstance(answer, Choice) else Choice[answer.upper()]
         except (KeyError, AttributeError):
             raise RematError(
-                f"the policy {self!r} gives {said!r} for {made.operator}; it has to give 'save', 'recompute', 'must_save' or "
+                f"the policy {self!r} gives {answer!r} for {made.operator}; it has to give 'save', 'recompute', 'must_save' or "
                 "'must_recompute'"
             ) from None
 
@@ -294,27 +260,37 @@ class _By(Policy):
 
 
 def regions(pattern: str) -> Policy:
-    """Keep everything that regions with such a name make: blocks by the name of their function or module, and compiled regions
-    in them, as `block/compiled name`.
+    """Save all results of regions with such a name: blocks by the name of their function or module, and compiled regions in
+    them, as `block/compiled name`.
 
     >>> regions("blocks.0*")
     save.regions('blocks.0*')
     """
-    return _Regions(a_text(pattern, "save.regions: pattern", "a text with the name of a region, such as 'blocks.*'"))
+    a_text(pattern, "save.regions: pattern", "a text with the name of a region, such as 'blocks.*'")
+    return _Test(f"regions({pattern!r})", partial(_is_in, pattern), False)
+
+
+def _is_in(pattern: str, made: Made) -> bool:
+    return fnmatchcase(made.region, pattern)
 
 
 def up_to(limit: int) -> Policy:
-    """Keep results of at most so many bytes: with `&`, nothing larger; for a DTensor, on the rank that holds most of it.
+    """Save results of at most so many bytes: with `&`, nothing larger; for a DTensor, on the rank that holds most of it.
 
     >>> matmuls & up_to(64 * 2**20)
     save.matmuls & save.up_to(67108864)
     """
-    return _UpTo(integer(limit, "save.up_to: limit", 0))
+    limit = integer(limit, "save.up_to: limit", 0)
+    return _Test(f"up_to({limit})", partial(_is_small, limit), False)
+
+
+def _is_small(limit: int, made: Made) -> bool:
+    return made.bytes <= limit
 
 
 def by(function: Callable[[Any, Sequence[Any], Made], Choice | str]) -> Policy:
-    """Keep what a function of the operator, its arguments and a `Made` says: 'save', 'recompute', 'must_save' or
-    'must_recompute'. It has to say the same on every rank and in every process.
+    """Let a function of the operator, its arguments and a `Made` decide: 'save', 'recompute', 'must_save' or 'must_recompute'.
+    It has to decide the same on every rank and in every process.
 
     >>> def products(op, args, made):
     ...     return "must_save" if made.operator.startswith("aten.mm") else "recompute"
@@ -326,8 +302,8 @@ def by(function: Callable[[Any, Sequence[Any], Made], Choice | str]) -> Policy:
     return _By(function)
 
 
-def _told(function: Any) -> str:
-    """A function by its name and what it does, the same in every process."""
+def _fingerprint(function: Any) -> str:
+    """The name of a function and a digest of its code, the same in every process."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]

@@ -1,31 +1,30 @@
-"""What watches the two runs of a block: `Record` the first, and keeps what the policy says; `Replay` the second, and gives it
-back.
+"""The two runs of a block under eager `remat`: `FirstRun` saves the results that the policy chooses, `SecondRun` replays them.
 
-Both see every operator before it runs (on DTensors, not on their shards), every move of a DTensor, and every compiled region as
-one operator. Neither changes what an operator gives.
+Both are dispatch modes that see every operator before it runs (on DTensors, not on their shards), every redistribution of a
+DTensor, and every compiled region as one operator. Neither changes the result of an operator.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch.compiler import untraced
-from .._torch.tensors import TorchDispatchMode, alias, schema
+from .._torch.tensors import OpOverload, TorchDispatchMode, alias, schema, tree_map_only
 from ..comm.interception import watch, watch_as_before
 from ..errors import RematError
 from .generators import States, devices_of, get_states, set_states
-from .names import ARGUMENT, OUTSIDE, Call, Run, Value, describe, facts_of_tensor, mapped, size_of, tensors, version
+from .names import ARGUMENT, OUTSIDE, Invocation, Names, Value, describe, facts_of_tensor, size_of, tensors, version
 from .policies import Made, Policy
 
 
 class Cell:
-    """What the backward will ask for: a value, after so many writes to it."""
+    """The place of a value that the backward will ask for; the second run fills it."""
 
     __slots__ = ("__weakref__", "facts", "left", "of", "packs", "value", "version")
 
@@ -36,19 +35,24 @@ class Cell:
         self.version = 0
 
     def fill(self, x: Tensor) -> None:
-        """Give it its value."""
+        """Set its value."""
         self.value, self.version, self.left = x, version(x), self.packs
 
 
-#: Kept of a call that wrote to a tensor from outside: the second run does not do so again.
+#: Saved for a call that wrote to a tensor from outside, which the second run must not do again.
 _WRITTEN = object()
 
 
 @dataclass(eq=False, slots=True)
 class Facts:
-    """What has to be known of an operator: what it writes to, also without saying so, whether it gives views, draws random
-    numbers, gives just what it is given, takes a tensor that was just made of Python numbers, sends to other processes, or
-    gives memory that is still to be written."""
+    """What `remat` has to know of an operator.
+
+    writes  the arguments it writes to, by position or by name
+    hidden  positions of the arguments that it writes to although its schema does not say so
+    views   whether its result shares memory with an argument
+    kind    what sets it apart from others (see `_KINDS`)
+    plain   whether nothing of all this holds, nor is it random
+    """
 
     name: str
     op: Any = None
@@ -56,83 +60,64 @@ class Facts:
     hidden: tuple[int, ...] = ()
     views: bool = False
     random: bool = False
-    ignored: bool = False
-    lifts: bool = False
-    sends: bool = False
-    empty: bool = False
-    #: nothing of all this
-    plain: bool = True
+    kind: str = ""
+    plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plain = not (self.writes or self.hidden or self.views or self.random or self.kind)
 
 
-#: How moves between layouts, new random numbers and compiled regions are called in policies and errors.
+#: Redistributions, new random numbers and compiled regions, as policies and errors name them.
 MOVE, DRAW, REGION = Facts("shardwise.move"), Facts("shardwise.draw", random=True), Facts("higher_order.inductor_compiled_code")
-#: Running statistics that are updated.
+#: Running statistics.
 _HIDDEN = {f"aten.{name}": (3, 4) for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")}
-_IGNORED = (
-    "aten.detach.",
-    "aten.alias.",
-    "prim.",
-    "aten.sym_",
-    "aten.is_",
-    "aten.size.",
-    "aten.stride.",
-    "aten.storage_offset.",
-)
+_SAME = ("detach.", "alias.", "sym_", "is_", "size.", "stride.", "storage_offset.")
+#: By the start of an operator's name: its result is the "same" value as its argument, or no tensor; it "sends" to other
+#: processes in place; it "lifts" a tensor just made of Python numbers; it gives "empty" memory; it "casts" to another dtype.
+_KINDS = {
+    **dict.fromkeys(("prim.", *(f"aten.{name}" for name in _SAME)), "same"),
+    **{"c10d.": "sends", "aten.lift_fresh.": "lifts", "aten._to_copy.default": "casts"},
+    **dict.fromkeys(("aten.empty", "aten.new_empty"), "empty"),
+}
 #: By the id of an operator, which is quicker to look up than by the operator.
 _facts: dict[int, Facts] = {}
 
 
 def facts_of(op: Any) -> Facts:
-    """What an operator's schema says."""
-    found = _facts[id(op)] = _read(op) if hasattr(op, "_schema") else Facts(f"higher_order.{op.name()}", op)
-    return found
+    """The facts of an operator, from its schema."""
+    if id(op) not in _facts:
+        _facts[id(op)] = _read(op) if isinstance(op, OpOverload) else Facts(f"higher_order.{op.name()}", op)
+    return _facts[id(op)]
 
 
 def _read(op: Any) -> Facts:
-    name, told = str(op), schema(op)
-    writes: list[int | str] = [
-        argument.name if argument.kwarg_only else place
-        for place, argument in enumerate(told.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    sends = name.startswith("c10d.")
-    if sends:  # these write to all their tensors, and do not say so
-        writes = [place for place, argument in enumerate(told.arguments) if "Tensor" in str(argument.type)]
-    facts = Facts(
-        name,
-        op,
-        tuple(writes),
-        _HIDDEN.get(name.rpartition(".")[0], ()),
-        views=not writes and any(result.alias_info is not None for result in told.returns),
-        random=torch.Tag.nondeterministic_seeded in op.tags,
-        ignored=name.startswith(_IGNORED) and not writes,
-        lifts=name.startswith("aten.lift_fresh."),
-        sends=sends,
-        empty=name.startswith(("aten.empty", "aten.new_empty")),
-    )
-    facts.plain = name != "aten._to_copy.default" and not any(getattr(facts, field.name) for field in fields(facts)[2:-1])
-    return facts
+    name, arguments = str(op), schema(op).arguments
+    kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), "")
+    written = [place for place, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write]
+    if kind == "sends":  # these write to all their tensors, and do not say so
+        written = [place for place, x in enumerate(arguments) if "Tensor" in str(x.type)]
+    writes = tuple(arguments[place].name if arguments[place].kwarg_only else place for place in written)
+    views = not writes and any(result.alias_info is not None for result in schema(op).returns)
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    return Facts(name, op, writes, _HIDDEN.get(name.rpartition(".")[0], ()), views, random, kind)
 
 
-_CAST = facts_of(torch.ops.aten._to_copy.default)
-
-
-class Watch(TorchDispatchMode):
+class BlockRun(TorchDispatchMode):
     """One run of a block."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, names: Names) -> None:
         super().__init__()
-        self.run = run
+        self.names = names
         self._quiet = False
         self._draws = 0
-        self._current: Call | None = None
+        self._current: Invocation | None = None
         self._others: Any = ()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled functions run as such where this watches; torch asks."""
+        """torch asks: compiled functions run compiled under this mode."""
         return True
 
     @classmethod
@@ -153,16 +138,16 @@ class Watch(TorchDispatchMode):
         if self._quiet:
             return func(*args, **kwargs)
         facts = _facts.get(id(func)) or facts_of(func)
-        if facts.ignored:
+        if facts.kind == "same":
             out = func(*args, **kwargs)
             if isinstance(out, Tensor):
-                self.run.rename(out, args[0])
+                self.names.rename(out, args[0])
             return out
-        key = self.run.key(facts, (_content(args[0]),) if facts.lifts else args, kwargs)
+        key = self.names.key(facts, (_content(args[0]),) if facts.kind == "lifts" else args, kwargs)
         if facts.random:
             self._draws += 1
-            key = (self._draws, key)  # what it gives depends on what was drawn before
-        call = self.run.call(key, facts.name, self.run.region)
+            key = (self._draws, key)  # its result depends on what was drawn before
+        call = self.names.call(key, facts.name, self.names.region)
         outer, self._current = self._current, call
         try:
             out = self.operate(call, facts, args, kwargs)
@@ -171,21 +156,21 @@ class Watch(TorchDispatchMode):
         if (facts.plain or facts.views) and type(out) is Tensor:
             value = call.results[0]
             if facts.views:
-                value.lie_in(self.run.value(args[0]).root)
+                value.lie_in(self.names.value(args[0]).root)
             self._give(out, value)
         else:
             self._name(call, facts, out, args, kwargs)
-        if self.run.strange and call is self.run.strange[-1]:
-            call.told = ", ".join(describe(facts_of_tensor(x)) for x in tensors(out)) or repr(out)
+        if self.names.strange and call is self.names.strange[-1]:
+            call.gives = ", ".join(describe(facts_of_tensor(x)) for x in tensors(out)) or repr(out)
         return out
 
     def result(self, operator: str, key: Hashable, x: Tensor | tuple[Tensor, ...] | None, run: Callable[[], Any]) -> Any:
-        """What comes of a communication of a local value or a draw, for the operator that is running, or for the user."""
+        """The result of a communication of local tensors or of a draw, inside the operator that is running or on its own."""
         if self._quiet:
             return run()
         facts = DRAW if operator == DRAW.name else MOVE
-        what = self._current or (None if x is None else tuple(map(self.run.value, tensors(x))))
-        call = self.run.call((facts, what, key), facts.name, self.run.region)
+        what = self._current or (None if x is None else tuple(map(self.names.value, tensors(x))))
+        call = self.names.call((facts, what, key), facts.name, self.names.region)
         with self.unseen():
             out = self.whole(call, facts, run)
         for place, made in enumerate(tensors(out)):
@@ -193,79 +178,79 @@ class Watch(TorchDispatchMode):
         return out
 
     def region(self, region: Any, name: str, inputs: Sequence[Any], writes: Sequence[int], run: Callable[[], Any]) -> Any:
-        """What comes of a compiled region."""
+        """The result of a compiled region."""
         if self._quiet:
             return run()
-        self.run.regions[id(region)] = region  # as long as it lives, no other has its id
-        call = self.run.call((id(region), self.run.key(REGION, inputs)), REGION.name, f"{self.run.region}/{name}")
+        self.names.regions[id(region)] = region  # as long as it lives, no other has its id
+        call = self.names.call((id(region), self.names.key(REGION, inputs)), REGION.name, f"{self.names.region}/{name}")
         written = [inputs[place] for place in writes]
         self._writes_outside(call, written)
         with self.unseen():
             out = self.whole(call, REGION, run)
         self._name_written(call, written)
         for place, x in enumerate(tensors(out), len(written)):
-            if not self.run.knows(x):
+            if not self.names.knows(x):
                 self._give(x, call.result(place))
         return out
 
     @contextlib.contextmanager
     def unseen(self) -> Iterator[None]:
-        """In the block, nothing is watched."""
+        """In the block this mode sees nothing."""
         before, self._quiet = self._quiet, True
         try:
             yield
         finally:
             self._quiet = before
 
-    def operate(self, call: Call, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What comes of an operator."""
-        raise NotImplementedError(f"{type(self).__name__} watches nothing")
+    def operate(self, call: Invocation, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of an operator."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how operators run")
 
-    def whole(self, call: Call, facts: Facts, run: Callable[[], Any]) -> Any:
-        """What comes of a move or a region."""
-        raise NotImplementedError(f"{type(self).__name__} watches nothing")
+    def whole(self, call: Invocation, facts: Facts, run: Callable[[], Any]) -> Any:
+        """The result of a redistribution, a draw or a compiled region."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how regions run")
 
     # ── which values tensors are ──────────────────────────────────────────────────────────────────────────────────────
 
     def _give(self, x: Tensor, value: Value) -> None:
-        self.run.name(x, value)
+        self.names.name(x, value)
 
-    def _name(self, call: Call, facts: Facts, out: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _name(self, call: Invocation, facts: Facts, out: Any, args: Any, kwargs: dict[str, Any]) -> None:
         written = written_by(facts, args, kwargs) if facts.writes else ()
         self._name_written(call, written)
         if written and out is written[0]:
             return
-        if facts is _CAST and self.run.value(args[0]).of in (ARGUMENT, OUTSIDE):
-            return self._give_cast(call, out, self.run.cast(args[0], out.dtype))
-        root = self.run.value(args[0]).root if facts.views and args and isinstance(args[0], Tensor) else None
+        if facts.kind == "casts" and self.names.value(args[0]).of in (ARGUMENT, OUTSIDE):
+            return self._give_cast(call, out, self.names.cast(args[0], out.dtype))
+        root = self.names.value(args[0]).root if facts.views and args and isinstance(args[0], Tensor) else None
         for place, x in enumerate(tensors(out), len(written)):
             if not any(x is other for other in written):
                 value = call.result(place)
                 value.lie_in(root)
                 self._give(x, value)
 
-    def _give_cast(self, call: Call, x: Tensor, value: Value) -> None:
+    def _give_cast(self, call: Invocation, x: Tensor, value: Value) -> None:
         """A weight in another dtype is one value, whether autocast has it from before the block or makes it here."""
-        if self.run.strange and self.run.strange[-1] is call:
-            self.run.strange.pop()
+        if self.names.strange and self.names.strange[-1] is call:
+            self.names.strange.pop()
         self._give(x, value)
 
-    def _name_written(self, call: Call, written: Sequence[Tensor]) -> None:
+    def _name_written(self, call: Invocation, written: Sequence[Tensor]) -> None:
         for place, x in enumerate(written):
             value = call.result(place)
-            value.lie_in(self.run.value(x).root)
+            value.lie_in(self.names.value(x).root)
             value.written = True
-            self.run.name(x, value, writes=1)
+            self.names.name(x, value, writes=1)
 
-    def _writes_outside(self, call: Call, written: Sequence[Tensor]) -> bool:
+    def _writes_outside(self, call: Invocation, written: Sequence[Tensor]) -> bool:
         """Whether a call writes to tensors from outside the block; an error where that would change a second run."""
-        outside = [x for x in written if self.run.value(x).root.of in (ARGUMENT, OUTSIDE)]
+        outside = [x for x in written if self.names.value(x).root.of in (ARGUMENT, OUTSIDE)]
         for x in outside:
             if x.is_floating_point() or x.is_complex():
-                what = f"{self.run.value(x).root.origin}, {describe(facts_of_tensor(x))}"
+                what = f"{self.names.value(x).root.origin}, {describe(facts_of_tensor(x))}"
                 raise RematError(
-                    f"{self.run.describe(call)}: it writes to {what}. The backward computes the block a second time, from that "
-                    "tensor as it is then; use an operator that does not write to it"
+                    f"{self.names.describe(call)}: it writes to {what}. The backward computes the block a second time, from "
+                    "that tensor as it is then; use an operator that does not write to it"
                 )
         return bool(outside)
 
@@ -287,73 +272,75 @@ def _content(x: Tensor) -> Hashable:
 # ── the first run ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Record(Watch):
-    """Watches the first run, and keeps what a policy says."""
+class FirstRun(BlockRun):
+    """Runs a block, and saves what a policy chooses."""
 
-    def __init__(self, run: Run, policy: Policy, states: States) -> None:
-        super().__init__(run)
+    def __init__(self, names: Names, policy: Policy, states: States) -> None:
+        super().__init__(names)
         self._policy = policy
-        #: Whether a second run may have drawn less than this one, and the states of generators that were last looked at.
+        #: Whether a second run may have drawn less than this one, and the last known states of generators.
         self._astray, self._last = False, states
         self._choices: dict[Facts, bool] = {}
 
-    def operate(self, call: Call, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run the operator, and keep what it gives if the policy says so."""
+    def operate(self, call: Invocation, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the operator, and save its result if the policy says so."""
         if facts.views:
             return facts.op(*args, **kwargs)
         if not facts.plain:
             return self._operate(call, facts, args, kwargs)
         out = facts.op(*args, **kwargs)
-        if type(out) is not Tensor and not any(True for _ in tensors(out)):
+        if type(out) is not Tensor and not tensors(out):
             call.kept = None if out is None else (out,)  # a number that the program may decide on
         elif self._keeps(call, facts, out, args):
-            _keep(call, out)
+            call.keep(_aliases(out))
         return out
 
-    def _operate(self, call: Call, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _operate(self, call: Invocation, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
         written = written_by(facts, args, kwargs) if facts.writes else []
         outside = self._writes_outside(call, written) if written else False
         for x in written:
-            _copy_kept(self.run.value(x).root.of)
+            made_by = self.names.value(x).root.of
+            if isinstance(made_by, Invocation) and made_by.versions:  # what is saved of it stays as it is
+                made_by.keep(tree_map_only(Tensor, torch.clone, made_by.kept[0]))
         if facts.random and (self._astray or kwargs.get("generator") is not None):
             call.before = self._states(args, kwargs.get("generator"))
         out = facts.op(*args, **kwargs)
         if outside:
             call.kept = _WRITTEN
-        elif facts.sends:
+        elif facts.kind == "sends":
             _keep_sent(call, self._keeps(call, facts, out, args), out, written)
-        elif not (written or facts.empty) and self._keeps(call, facts, out, args):
-            _keep(call, out)
+        elif not (written or facts.kind == "empty") and self._keeps(call, facts, out, args):
+            call.keep(_aliases(out))
             call.before, self._astray = None, self._astray or facts.random
         return out
 
     def _states(self, args: Any, generator: torch.Generator | None = None) -> States:
-        """The states of generators, which the second run goes on from; those known already are not held twice."""
+        """The states of generators, for the second run to continue from; equal states are held once."""
         now, self._astray = get_states(devices_of(tensors(args)), generator), False
         pairs = zip(now, self._last, strict=False)
         if len(now) != len(self._last) or any(a[0] != b[0] or not torch.equal(a[1], b[1]) for a, b in pairs):
             self._last = now
         return self._last
 
-    def whole(self, call: Call, facts: Facts, run: Callable[[], Any]) -> Any:
-        """Run a move or a region, and keep what it gives if the policy says so."""
+    def whole(self, call: Invocation, facts: Facts, run: Callable[[], Any]) -> Any:
+        """Run it, and save its result if the policy says so."""
         if facts is REGION and self._astray:
             call.before = self._states(())
         out = run()
         self._astray |= facts is REGION  # which may draw, and be kept or left out the second time
-        if not any(True for _ in tensors(out)):
+        if not tensors(out):
             call.kept = (out,)
         elif self._keeps(call, facts, out, ()):
-            _keep(call, out)
+            call.keep(_aliases(out))
         return out
 
-    def _keeps(self, call: Call, facts: Facts, out: Any, args: Sequence[Any]) -> bool:
+    def _keeps(self, call: Invocation, facts: Facts, out: Any, args: Sequence[Any]) -> bool:
         known = self._choices.get(facts)
         if known is not None:
             return known
         policy = self._policy
         size = 0 if policy.by_operator else sum(map(size_of, tensors(out)))
-        number = 0 if policy.by_operator else self.run.number(call)
+        number = 0 if policy.by_operator else self.names.number(call)
         made = Made(facts.name, call.region, number, size, facts.random)
         keeps = policy.choose(made, facts.op, args).saves
         if policy.by_operator:
@@ -361,27 +348,14 @@ class Record(Watch):
         return keeps
 
 
-def _keep(call: Call, out: Any) -> None:
-    if type(out) is Tensor:
-        kept = alias(out)
-        call.kept, call.versions = (kept,), (version(kept),)
-    else:
-        call.kept = (mapped(alias, out),)
-        call.versions = [version(x) for x in tensors(call.kept)]
+def _aliases(out: Any) -> Any:
+    return alias(out) if isinstance(out, Tensor) else tree_map_only(Tensor, alias, out)
 
 
-def _copy_kept(made_by: Any) -> None:
-    """What is kept of a call stays as it is when the block goes on to write to it."""
-    if isinstance(made_by, Call) and made_by.versions:
-        made_by.kept = mapped(torch.clone, made_by.kept)
-        made_by.versions = [version(x) for x in tensors(made_by.kept)]
-
-
-def _keep_sent(call: Call, keeps: bool, out: Any, written: Sequence[Tensor]) -> None:
-    """A collective in place: what it wrote, when it has done so."""
+def _keep_sent(call: Invocation, keeps: bool, out: Any, written: Sequence[Tensor]) -> None:
+    """Save what a collective in place wrote, once it has."""
     if keeps:
-        works = [work for work in out if hasattr(work, "wait")] if isinstance(out, tuple) else [out]
-        for work in works:
+        for work in [work for work in out if hasattr(work, "wait")] if isinstance(out, tuple) else [out]:
             work.wait()
         call.kept = (out, [x.clone() for x in written])
 
@@ -390,71 +364,67 @@ def _keep_sent(call: Call, keeps: bool, out: Any, written: Sequence[Tensor]) -> 
 
 
 class Done(BaseException):
-    """Everything that the backward waits for is there."""
+    """Raised to end the second run: all cells are filled."""
 
 
-class Replay(Watch):
-    """Watches the second run, gives what the first kept, and fills the cells of values as they are made."""
+class SecondRun(BlockRun):
+    """Runs a block again, with the results that the first run saved, and fills the cells of values as they are made."""
 
-    def __init__(self, run: Run, wanted: dict[tuple[Value, int], Cell]) -> None:
-        super().__init__(run)
+    def __init__(self, names: Names, wanted: dict[tuple[Value, int], Cell]) -> None:
+        super().__init__(names)
         self.wanted = wanted
 
     def _give(self, x: Tensor, value: Value) -> None:
-        self.run.name(x, value)
+        self.names.name(x, value)
         if value.cells:
             self.fill(value, 0, x)
 
     def fill(self, value: Value, writes: int, x: Tensor) -> None:
-        """Give a value, after so many writes to it, to the cell that waits for it; that may have been all."""
+        """Fill the cell of a value after so many writes to it; ends the run if that was the last cell."""
         cell = self.wanted.pop((value, writes), None)
         if cell is None:
             return
         facts = facts_of_tensor(x)
         if facts != cell.facts:
             was, now = describe(cell.facts), describe(facts)
-            raise RematError(f"{self.run.tell(value)}: it was {was} in the forward, and is {now} in the recomputation")
+            raise RematError(f"{self.names.tell(value)}: it was {was} in the forward, and is {now} in the recomputation")
         cell.fill(alias(x))
         if not self.wanted:
             raise Done("nothing more is needed")
 
-    def operate(self, call: Call, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What was kept of the operator, or what it gives now."""
-        if call.kept is not None:
-            return self._kept(call, facts, args, kwargs)
-        if call.before is not None:
-            set_states(call.before)
+    def operate(self, call: Invocation, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The saved result of the operator, or its result now."""
+        if call.kept is not None and (call.kept is _WRITTEN or facts.kind == "sends"):
+            return self._written(call, facts, args, kwargs)
         if facts.hidden:
             args = [x.clone() if at in facts.hidden and x is not None else x for at, x in enumerate(args)]
-        return facts.op(*args, **kwargs)
+        return self.whole(call, facts, lambda: facts.op(*args, **kwargs))
 
-    def _kept(self, call: Call, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _written(self, call: Invocation, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of an operator that wrote to its arguments: from outside, they hold it already; else they get it."""
+        written = written_by(facts, args, kwargs)
         if call.kept is _WRITTEN:
-            written = written_by(facts, args, kwargs)
             return None if not schema(facts.op).returns else written[0] if len(written) == 1 else written
-        if facts.sends:
-            for x, sent in zip(written_by(facts, args, kwargs), call.kept[1], strict=True):
-                x.copy_(sent)
-            return call.kept[0]
-        return given_back(self.run, call)
+        for x, sent in zip(written, call.kept[1], strict=True):
+            x.copy_(sent)
+        return call.kept[0]
 
-    def whole(self, call: Call, facts: Facts, run: Callable[[], Any]) -> Any:
-        """What was kept of a move or a region, or what it gives now."""
+    def whole(self, call: Invocation, facts: Facts, run: Callable[[], Any]) -> Any:
+        """The saved result, or the result now."""
         if call.kept is not None:
-            return given_back(self.run, call)
+            return given_back(self.names, call)
         if call.before is not None:
             set_states(call.before)
         return run()
 
 
-def given_back(run: Run, call: Call) -> Any:
-    """What was kept of a call, if it still is what it was."""
+def given_back(names: Names, call: Invocation) -> Any:
+    """The saved result of a call; an error if it was written to since."""
     (kept,) = call.kept
     for x, known in zip(tensors(kept), call.versions, strict=False):
         if version(x) != known:
-            told = describe(facts_of_tensor(x))
             raise RematError(
-                f"{run.describe(call)}: its result {told} was kept for the backward, and written to afterwards; use an "
-                "operator that does not write to it, or a policy that does not keep it"
+                f"{names.describe(call)}: its result {describe(facts_of_tensor(x))} was kept for the backward, and written to "
+                "afterwards; use an operator that does not write to it, or a policy that does not keep it"
             )
-    return alias(kept) if type(kept) is Tensor else mapped(alias, kept)
+    return _aliases(kept)

@@ -1,4 +1,4 @@
-"""`remat`: a function whose intermediate results are computed a second time in the backward, but for those that a policy keeps.
+"""`remat`: run a function so that its backward recomputes intermediate results, except those that a policy saves.
 
 >>> import torch, shardwise as sw
 >>> x = torch.ones(3, requires_grad=True)
@@ -22,17 +22,17 @@ from ..base.argument_checks import a_function, a_module, a_text, shown
 from ..errors import RematError
 from .block import Block, kept_values
 from .policies import Policy, default
-from .record_replay import Watch
+from .record_replay import BlockRun
 from .traced import traced_remat
 
 __all__ = ["kept_values", "remat", "remat_module"]
 
 
 def remat(function: Callable[..., Any], *args: Any, save: Policy = default, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, of which the backward computes again what the policy `save` does not keep.
+    """`function(*args, **kwargs)`, whose backward recomputes the intermediate results that the policy `save` does not save.
 
     The second run draws the same random numbers, under the same autocast, and ends when it has what the backward needs. It has
-    to make the same values: otherwise the backward raises a RematError that says where it went another way.
+    to compute the same values: otherwise the backward raises a RematError that names the first difference.
 
     >>> import shardwise as sw
     >>> w = torch.ones(2, 2, requires_grad=True)
@@ -56,12 +56,12 @@ def _remat(name: str, function: Callable[..., Any], save: Policy, args: Any, kwa
         return traced_remat(function, args, kwargs, save, name)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    see_regions(Watch)
+    see_regions(BlockRun)
     return Block(function, name, save)(args, kwargs)
 
 
 def remat_module(model: nn.Module, select: str = "*", save: Policy = default) -> nn.Module:
-    """The model itself, whose submodules with such names compute again in the backward what the policy does not keep.
+    """Apply `remat` to the submodules with such names; gives the model itself.
 
     `*` stands for one part of a name: "blocks.*" is every block, and nothing inside one. A module that was selected before gets
     the new policy.

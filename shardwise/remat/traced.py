@@ -1,10 +1,10 @@
-"""`remat` in traced programs: a block's operators are told apart, one by one, into those kept and those computed a second time.
+"""`remat` in traced programs: asks the policy, operator by operator, which results are saved and which are recomputed.
 
-Dynamo makes torch's checkpoint operator of a block; while AOTAutograd traces it, the modes here see every operator, and on
-DTensors also the local operators and the moves that it is made of, and ask the policy. Where torch parts the program into
-forward and backward afterwards, nodes are tagged with the choice, and the partitioner does the rest. Where the backward is
-inside the program (whole training steps), no one parts it: the block is then traced a second time when the backward needs it,
-and what is kept is taken from the first.
+Dynamo turns a block into torch's checkpoint operator; while AOTAutograd traces it, the modes here see every operator, and on
+DTensors also the local operators and redistributions that it consists of. If torch splits the program into forward and backward
+afterwards, the nodes are tagged with the policy's choice, and the partitioner does the rest. If the backward is inside the
+program (whole training steps), nothing is split: the block is then traced a second time when the backward needs it, and saved
+results are taken from the first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from .._torch.compiler import order_kept
@@ -28,7 +27,9 @@ from ..layouts.text import Form
 from ..programs.passes.graph import AGAIN, WAIT
 from ..propagation.fingerprint import library_key
 from ..tensor.dtensor import DTensor
+from .names import tensors
 from .policies import Choice, Made, Policy
+from .record_replay import facts_of
 
 KEY = torch.ops.shardwise.random_key.default
 DRAW = torch.ops.shardwise.draw.default
@@ -49,7 +50,7 @@ def traced_remat(
 
 
 def contexts(policy: Policy, region: str) -> tuple[_Mode, _Mode]:
-    """What a block is traced in, the first time and the second."""
+    """The modes in which a block is traced, the first time and the second."""
     kept: dict[_Place, Callable[[], Any]] = {}
     return _First(policy, region, kept), _Second(kept)
 
@@ -62,20 +63,20 @@ def _key(policy: Policy, region: str) -> str:
 
 
 class _Place(NamedTuple):
-    """A call in a block: its operator, and which call of this operator it is."""
+    """The place of a call in a block: its operator, and how many calls of it came before."""
 
     func: Any
     number: int
 
 
 class _Mode(TorchDispatchMode):
-    """Sees the operators of a block; of those on DTensors what they do with local tensors."""
+    """Sees the operators of a block, and the local operators inside those on DTensors."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """torch asks whether a mode minds its compiler."""
+        """torch asks whether its compiler may run under this mode."""
         return True
 
     def __init__(self) -> None:
@@ -107,7 +108,7 @@ class _Mode(TorchDispatchMode):
         return self.call(_Place(func, number), args, kwargs)
 
     def begin(self, around: ExitStack) -> None:
-        """Before the block; what is entered is left after it."""
+        """Called before the block; contexts entered here are left after it."""
 
     def inside(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on DTensors, and see what it does."""
@@ -121,12 +122,19 @@ class _Mode(TorchDispatchMode):
         """Run an operator on local tensors."""
         raise NotImplementedError(f"{type(self).__name__} does not say how operators run")
 
+    @staticmethod
+    def with_nodes(graph: Any, place: _Place, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
+        """The result of an operator, and the nodes that it adds to a graph, if there is one."""
+        before = 0 if graph is None else len(graph.nodes)
+        out = place.func(*args, **kwargs)
+        return out, [] if graph is None else list(itertools.islice(reversed(graph.nodes), len(graph.nodes) - before))
+
 
 def _distributed(value: Any) -> list[DTensor]:
     return [item for item in tree_leaves(value) if isinstance(item, DTensor)]
 
 
-class _Call(NamedTuple):
+class _TracedCall(NamedTuple):
     place: _Place
     args: Any
     random: bool
@@ -140,7 +148,7 @@ class _First(_Mode):
     def __init__(self, policy: Policy, region: str, kept: dict[_Place, Callable[[], Any]]) -> None:
         super().__init__()
         self._policy, self._region, self._kept = policy, region, kept
-        self._open: list[list[_Call]] = []  # the calls of each operator on DTensors that is at work
+        self._open: list[list[_TracedCall]] = []  # the local calls of each running operator on DTensors
         self._started: dict[int, tuple[Any, _Place, Choice]] = {}  # collectives, by what their wait takes
 
     def begin(self, around: ExitStack) -> None:
@@ -151,7 +159,7 @@ class _First(_Mode):
             around.enter_context(saved_hooks())
 
     def inside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        calls: list[_Call] = []
+        calls: list[_TracedCall] = []
         self._open.append(calls)
         try:
             out = super().inside(func, args, kwargs)
@@ -161,54 +169,52 @@ class _First(_Mode):
         nbytes = sum(x._layout.concrete.nbytes for x in results) if results else None
         number = self._counts[func, DTensor]
         self._counts[func, DTensor] += 1
-        choice = self._choose(_Call(_Place(func, number), args, _is_random(func, args, kwargs)), nbytes or 0)
+        choice = self._choose(_TracedCall(_Place(func, number), args, _is_random(func, args, kwargs)), nbytes or 0)
         locals_ = {id(x._local) for x in results}
         for call in calls:
             own = self._choose(call, _bytes(call) if nbytes is None else nbytes)
             is_result = any(id(x) in locals_ for x in tree_leaves(call.out))
-            self._settle(call, choice if is_result and choice.saves and not own.saves else own)
+            self._apply(call, choice if is_result and choice.saves and not own.saves else own)
         return out
 
     def call(self, place: _Place, args: Any, kwargs: Any) -> Any:
-        graph = traced_graph() if self._tags else None
-        before = 0 if graph is None else len(graph.nodes)
-        out = place.func(*args, **kwargs)
-        nodes = [] if graph is None else list(itertools.islice(reversed(graph.nodes), len(graph.nodes) - before))
-        call = _Call(place, args, _is_random(place.func, args, kwargs), out, nodes)
+        out, nodes = self.with_nodes(traced_graph() if self._tags else None, place, args, kwargs)
+        call = _TracedCall(place, args, _is_random(place.func, args, kwargs), out, nodes)
         if self._open:
             self._open[-1].append(call)
         else:
-            self._settle(call, self._choose(call, _bytes(call)))
+            self._apply(call, self._choose(call, _bytes(call)))
         return out
 
-    def _choose(self, call: _Call, nbytes: int) -> Choice:
+    def _choose(self, call: _TracedCall, nbytes: int) -> Choice:
         func, args = call.place.func, call.args
-        if func is KEY or (call.random and not self._tags):  # drawn again, it would be another one
+        if func is KEY or (call.random and not self._tags):  # a second draw would give other numbers
             return Choice.MUST_SAVE
-        if _is_view(func):
+        if facts_of(func).views:
             return Choice.RECOMPUTE
         if func is MOVE:
             nbytes = Form.read(args[3]).layout(args[1], args[0].dtype).concrete.nbytes
         made = Made(str(func), self._region, call.place.number, nbytes, call.random or func is DRAW)
         return self._policy.choose(made, func, args)
 
-    def _settle(self, call: _Call, choice: Choice) -> None:
-        place = call.place
+    def _apply(self, call: _TracedCall, choice: Choice) -> None:
+        """Tag the nodes of a call with the choice, or save its result for the second trace."""
+        place, writes = call.place, bool(facts_of(call.place.func).writes)
         if place.func is WAIT and id(call.args[0]) in self._started:
             _, start, choice = self._started[id(call.args[0])]
             if choice.saves and not self._tags:
                 self._kept[start] = self._kept[place] = snapshot(call.out)
         elif _starts(place.func):
             self._started[id(call.out)] = call.out, place, choice
-        elif choice.saves and not self._tags and (call.random or not _writes(place.func)):
-            in_place = _writes(place.func) and traced_graph() is None
+        elif choice.saves and not self._tags and (call.random or not writes):
+            in_place = writes and traced_graph() is None
             self._kept[place] = snapshot(call.out.clone() if in_place else call.out)
         for node in call.nodes:
             node.meta["recompute"], node.meta["ac_graph_id"] = _tag(choice, place.func), self._id
 
 
 class _Second(_Mode):
-    """Gives what was kept, and computes the rest."""
+    """Gives the saved results, and computes the rest."""
 
     def __init__(self, kept: dict[_Place, Callable[[], Any]]) -> None:
         super().__init__()
@@ -221,60 +227,46 @@ class _Second(_Mode):
     def call(self, place: _Place, args: Any, kwargs: Any) -> Any:
         if place in self._kept:
             value = self._kept[place]()
-            return args[0].copy_(value) if _writes(place.func) else value
-        graph = traced_graph()
-        before = 0 if graph is None else len(graph.nodes)
-        out = place.func(*args, **kwargs)
-        for node in [] if graph is None else itertools.islice(reversed(graph.nodes), len(graph.nodes) - before):
+            return args[0].copy_(value) if facts_of(place.func).writes else value
+        out, nodes = self.with_nodes(traced_graph(), place, args, kwargs)
+        for node in nodes:
             node.meta[AGAIN] = True
         return out
 
 
-# ── what operators are ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── facts of operators ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _tag(choice: Choice, func: Any) -> CheckpointPolicy:
-    """What torch's partitioner is told. What it can fuse with others it may compute again though it is to be saved."""
-    if choice is Choice.SAVE:
-        fuses = torch.Tag.pointwise in getattr(func, "tags", ())
-        return CheckpointPolicy.PREFER_SAVE if fuses else CheckpointPolicy.MUST_SAVE
-    return _TAGS[choice]
+    """The choice for torch's partitioner, which may recompute pointwise operators after all where it can fuse them."""
+    fuses = choice is Choice.SAVE and torch.Tag.pointwise in getattr(func, "tags", ())
+    return CheckpointPolicy.PREFER_SAVE if fuses else _TAGS[choice]
 
 
 _TAGS = {
+    Choice.SAVE: CheckpointPolicy.MUST_SAVE,
     Choice.MUST_SAVE: CheckpointPolicy.MUST_SAVE,
     Choice.RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
     Choice.MUST_RECOMPUTE: CheckpointPolicy.MUST_RECOMPUTE,
 }
 
 
-def _bytes(call: _Call) -> int:
+def _bytes(call: _TracedCall) -> int:
     """The bytes of the results of an operator on local tensors; of several ranks in one process, of the first."""
-    tensors = [x for x in tree_leaves(call.out) if isinstance(x, Tensor)]
-    return sum(hint(x.numel()) * x.element_size() for x in tensors)
+    return sum(hint(x.numel()) * x.element_size() for x in tensors(call.out))
 
 
 def _is_random(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator draws random numbers. Attention does only if it drops something; of those that take functions none
-    tells."""
-    if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
+    """Whether an operator draws random numbers: attention only with dropout, and those that take functions possibly."""
+    if not isinstance(func, OpOverload) or not facts_of(func).random:
         return not isinstance(func, OpOverload)
-    given = dict(zip((argument.name for argument in schema(func).arguments), args, strict=False)) | kwargs
     names = [argument.name for argument in schema(func).arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
     return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 
 
-def _is_view(func: Any) -> bool:
-    returns = schema(func).returns if isinstance(func, OpOverload) else ()
-    return any(out.alias_info is not None and not out.alias_info.is_write for out in returns)
-
-
-def _writes(func: Any) -> bool:
-    return isinstance(func, OpOverload) and bool(schema(func).is_mutable)
-
-
 def _starts(func: Any) -> bool:
-    """Whether an operator gives what a wait takes."""
+    """Whether an operator starts a collective, whose result has to be waited for."""
     if not isinstance(func, OpOverload) or func is WAIT:
         return False
     own = (torch.ops.shardwise.exchange.default, torch.ops.shardwise.messages.default)
