@@ -2,11 +2,11 @@
 
 In the order of imports, which go down only:
 
-    timeline  `Timeline`: what ran when, drawn
+    timeline  `Timeline`: which entry ran when, drawn
     schedule  `Schedule`: what each stage runs when, as a table; GPipe and 1F1B
-    link      what neighbouring stages send each other, and how the one learns what the other gives
+    link      communication between neighbouring stages
     stage     modules on their ranks, microbatches, gradients that are reduced once
-    run       one batch on its way through the stages
+    run       runs one batch through the stages in the order of a schedule
     pipe      `pipeline`: modules as stages along an axis
 """
 

@@ -1,6 +1,6 @@
-"""`Link`: what neighbouring stages of a pipeline send each other, shard by shard, and how the one learns what the other gives.
+"""Communication between neighbouring stages of a pipeline: activations, gradients, and what a stage's outputs look like.
 
-The rank at coordinate i of the pipeline's axis sends its shard to the rank at i + 1 that has the same coordinate along all
+The rank at coordinate i of the pipeline's axis sends its shard to the rank at i + 1 that has the same coordinates along all
 other axes, and its gradient comes back the same way.
 """
 
@@ -24,72 +24,69 @@ from ..tensor.dtensor import DTensor, from_shards
 
 
 @dataclass(frozen=True, slots=True)  # no tuple: it is one leaf of a structure
-class Wire:
-    """A tensor that a stage gives: its layout on the stage's mesh, nothing partial, and whether a gradient comes back."""
+class OutputSpec:
+    """An output tensor of a stage: its layout on the stage's mesh, nothing partial, and whether a gradient comes back."""
 
     layout: Layout
     flows: bool
 
 
 class Contract(NamedTuple):
-    """What a stage gives: a structure, in which wires stand for tensors."""
+    """The outputs of a stage: a nested structure with an `OutputSpec` for each tensor."""
 
     value: Any
 
     @property
-    def wires(self) -> list[Wire]:
+    def specs(self) -> list[OutputSpec]:
         """The tensors."""
-        return [leaf for leaf in tree_leaves(self.value) if isinstance(leaf, Wire)]
+        return [leaf for leaf in tree_leaves(self.value) if isinstance(leaf, OutputSpec)]
 
     @property
-    def flowing(self) -> list[Wire]:
+    def flowing(self) -> list[OutputSpec]:
         """The tensors with gradients."""
-        return [wire for wire in self.wires if wire.flows]
+        return [spec for spec in self.specs if spec.flows]
 
     @staticmethod
     def of(value: Any) -> tuple[Contract, list[DTensor]]:
-        """The contract of what a stage gave, and the tensors in it."""
+        """The contract of the outputs of a stage, and the tensors in them."""
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, DTensor)]
-        return Contract(tree_map_only(DTensor, _wire, value)), tensors
+        specs = tree_map_only(DTensor, lambda x: OutputSpec(x.layout.replace(stride=None), x.requires_grad), value)
+        return Contract(specs), tensors
 
-    def filled(self, make: Callable[[Wire], Any]) -> Any:
-        """The structure with what is made of each wire, in order, in its place."""
-        return tree_map_only(Wire, make, self.value)
-
-
-def _wire(x: DTensor) -> Wire:
-    return Wire(x.layout.replace(stride=None), x.requires_grad)
+    def filled(self, make: Callable[[OutputSpec], Any]) -> Any:
+        """The structure with what `make` gives for each spec, in order."""
+        return tree_map_only(OutputSpec, make, self.value)
 
 
-class Message(NamedTuple):
-    """A tensor that is sent, None on ranks that do not send it; and its layout on the mesh it is sent from."""
+class Outgoing(NamedTuple):
+    """A tensor to send, None on ranks that do not send it; and its layout on the mesh it is sent from."""
 
     x: DTensor | None
     layout: Layout
 
 
-class Link(NamedTuple):
+class StageLink(NamedTuple):
     """The ranks of two neighbouring stages as one mesh, and the meshes of both."""
 
     mesh: Mesh
     ends: tuple[Mesh, Mesh]
 
     @staticmethod
-    def between(axis: Mesh, first: int) -> Link:
-        """The link of the stages at `first` and behind it along an axis."""
+    def between(axis: Mesh, first: int) -> StageLink:
+        """The link of the stages `first` and `first + 1` along an axis."""
         root, name = axis.root, axis.named(None)
         sizes = {**root.axis_sizes, name: 2}
         ranks = [rank for rank, (at,) in zip(root.ranks, root[name].coordinates, strict=True) if at in (first, first + 1)]
         mesh = Mesh(tuple(sizes), sizes.values(), ranks, root.device, root.world, None, root.slow, axis.grouping)
-        return Link(mesh[name], (axis.at(first), axis.at(first + 1)))
+        return StageLink(mesh[name], (axis.at(first), axis.at(first + 1)))
 
-    def exchange(self, forth: Sequence[Message], back: Sequence[Message]) -> tuple[list[Tensor], list[Tensor]]:
-        """What comes of the messages in both directions, in one launch; it has to be waited for, also where it was sent."""
+    def exchange(self, forth: Sequence[Outgoing], back: Sequence[Outgoing]) -> tuple[list[Tensor], list[Tensor]]:
+        """Send tensors in both directions, in one launch; gives what arrives, to be waited for, also by the senders."""
         ops = [op for end, several in enumerate((forth, back)) for message in several for op in self._ops(message, end)]
         found = list(batch(ops)) if ops else []
         return found[: len(forth)], found[len(forth) :]
 
-    def _ops(self, message: Message, end: int) -> tuple[Send, Receive]:
+    def _ops(self, message: Outgoing, end: int) -> tuple[Send, Receive]:
         """A send and its receive; the first end sends to coordinate 1, the second to coordinate 0."""
         have, layout = self.ends[end], message.layout
         nothing = torch.empty(0, dtype=layout.dtype, device=self.mesh.device)
@@ -101,7 +98,7 @@ class Link(NamedTuple):
         return send(sent, going), recv(_landing(self, layout, 1 - end), layout.dtype, coming)
 
     def land(self, local: Tensor, layout: Layout, end: int) -> DTensor:
-        """The tensor of which each rank of an end received its shard."""
+        """The tensor at an end of the link whose shards its ranks received."""
         want = self.ends[end]
         target = layout.replace(mesh=want, stride=None)
         held = transport(self.mesh).reseat(wait(local), self.mesh.root, want, PerRank(target.local_shape))
@@ -109,29 +106,25 @@ class Link(NamedTuple):
 
 
 @memo("pipeline shards", limit=1024)
-def _landing(link: Link, layout: Layout, end: int) -> tuple[tuple[int, ...], ...]:
-    """For each rank of a link the shape of what it receives; nothing at the end that sends."""
+def _landing(link: StageLink, layout: Layout, end: int) -> tuple[tuple[int, ...], ...]:
+    """The shape that each rank of a link receives; empty at the end that sends."""
     want = link.ends[end]
     target, places = layout.replace(mesh=want), [want.place(rank) for rank in link.mesh.ranks]
     return tuple((0,) * target.ndim if place is None else target.local_shape(place) for place in places)
 
 
-# ── what one stage tells others ───────────────────────────────────────────────────────────────────────────────────────
+# ── announcing contracts ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def announce(said: Contract | None, along: Mesh, speaker: int) -> Contract:
-    """What the ranks at a coordinate of an axis say, on all ranks along it; others say None."""
-    letters = b"" if said is None else pickle.dumps(said)
-    mine = PerRank(lambda place: letters if along.coordinates[place] == (speaker,) else b"")
-    world, device = transport(along, "pipeline"), torch.device(along.device)
-    counts = world.all_reduce(world.each(_count, along, mine, device), "sum", along, along.axes)
-    page = world.each(_page, along, mine, int(world.plain(counts)), device)
-    return pickle.loads(bytes(world.plain(world.all_reduce(page, "sum", along, along.axes)).tolist()))
+def announce(contract: Contract | None, along: Mesh, speaker: int) -> Contract:
+    """The contract that the ranks at coordinate `speaker` of an axis give, on all ranks along it; others give None."""
+    text = b"" if contract is None else pickle.dumps(contract)
+    mine = PerRank(lambda place: text if along.coordinates[place] == (speaker,) else b"")
+    world = transport(along, "pipeline")
 
+    def summed(make: Callable[[bytes], list[int]], dtype: torch.dtype) -> Tensor:
+        each = world.each(lambda own: torch.tensor(make(own), dtype=dtype, device=along.device), along, mine)
+        return world.plain(world.all_reduce(each, "sum", along, along.axes))
 
-def _count(letters: bytes, device: torch.device) -> Tensor:
-    return torch.tensor([len(letters)], device=device)
-
-
-def _page(letters: bytes, count: int, device: torch.device) -> Tensor:
-    return torch.tensor(list(letters or bytes(count)), dtype=torch.uint8, device=device)
+    count = int(summed(lambda own: [len(own)], torch.int64))
+    return pickle.loads(bytes(summed(lambda own: list(own or bytes(count)), torch.uint8).tolist()))

@@ -17,15 +17,16 @@ from ..layouts.from_placements import Placements, by_axis
 from ..layouts.mesh import Mesh
 from ..tensor.distribute import distribute
 from ..tensor.dtensor import DTensor
-from .link import Contract, Link, announce
-from .run import Run, Stage, check_same, is_here, spread, synchronised
+from ..tensor.gradients import deferred_gradients
+from .link import Contract, StageLink, announce
+from .run import BatchRun, Stage, check_same, is_here, spread, synchronised
 from .schedule import Schedule, forwards, make_schedule
-from .stage import Split, check_apart, onto, reduced_once, settle
+from .stage import Split, check_apart, onto, put_on_mesh
 from .timeline import Span, Timeline
 
-#: How the losses of microbatches add up to the loss of a batch: by what the number of microbatches each is divided.
+#: The divisor of each microbatch's loss, given their number, so that the losses add up to that of the batch.
 _SCALES: dict[str, Callable[[int], int]] = {"mean": lambda count: count, "sum": lambda count: 1}
-#: So many kinds of inputs are remembered with what the stages give for them.
+#: How many kinds of inputs are remembered, with the contracts of the stages for them.
 _REMEMBERED = 256
 
 
@@ -107,16 +108,16 @@ class Pipeline(nn.Module):
         # Beside the stages, not in their place: names of parameters stay what they are.
         self._calls = [torch.compile(stage, backend=backend, fullgraph=True) if compile else stage for stage in stages]
         self._places = [mesh.at(index) for index in range(len(stages))]
-        self._links = [Link.between(mesh, index) for index in range(len(stages) - 1)]
+        self._links = [StageLink.between(mesh, index) for index in range(len(stages) - 1)]
         self._contracts: dict[Any, dict[int, Contract]] = {}
         self._results: dict[Any, tuple[Any, Any, Contract]] = {}
         self._recorded: list[Span] | None = None
         self._blanks: dict[nn.Parameter, Tensor] = {}
         #: for each stage, how many microbatches this process held at most in the last step
         self.most_held: tuple[int, ...] = ()
-        for index, (stage, place) in enumerate(zip(self.stages, self._places, strict=True)):
-            transport(place).ready(place)
-            settle(stage, place, index)
+        for index, (stage, own) in enumerate(zip(self.stages, self._places, strict=True)):
+            transport(own).ready(own)
+            put_on_mesh(stage, own, index)
 
     # ── training and evaluating ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -143,7 +144,7 @@ class Pipeline(nn.Module):
                 raise PipelineError(f"the loss of a microbatch is a tensor without dims, got {found!r}")
             return found / scale
 
-        with reduced_once(self.own_parameters()), torch.enable_grad():
+        with deferred_gradients(self.own_parameters()), torch.enable_grad():
             run = self._run(split.parts(first), finish)
             run.through(self.schedule, self._clock(), self.mesh.root)
             total = self._result(run, lambda results: torch.stack(results).sum(), loss)
@@ -159,29 +160,29 @@ class Pipeline(nn.Module):
             run.through(forwards(len(self.stages), split.microbatches), self._clock(), self.mesh.root)
             return self._result(run, split.join, None)
 
-    def _run(self, batches: list[Any], finish: Callable[[Any, int], Any]) -> Run:
-        """A batch that sets out, with what is known of what stages give for one like it."""
+    def _run(self, batches: list[Any], finish: Callable[[Any, int], Any]) -> BatchRun:
+        """A run of a batch, with the contracts of earlier batches like it."""
         stages = [Stage(i, call, at, is_here(at)) for i, (call, at) in enumerate(zip(self._calls, self._places, strict=True))]
-        inputs = Contract.of(batches[0])[0].filled(lambda wire: wire.layout.write())
+        inputs = Contract.of(batches[0])[0].filled(lambda spec: spec.layout.write())
         casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
         key = repr((inputs, torch.is_grad_enabled(), [stage.training for stage in self.stages], casts))
-        return Run(stages, self._links, batches, _remembered(self._contracts, key, dict), finish)
+        return BatchRun(stages, self._links, batches, _remembered(self._contracts, key, dict), finish)
 
-    def _result(self, run: Run, join: Callable[[Any], Any], loss: Any) -> Any:
-        """What `join` makes of all microbatches' results, on the last stage's mesh; others know what it is like."""
+    def _result(self, run: BatchRun, join: Callable[[Any], Any], loss: Any) -> Any:
+        """`join` of all microbatches' results, on the last stage's mesh; without data on other ranks."""
         if self._recorded is not None:
             self._recorded += run.spans
         self.most_held = tuple(run.most_held)
         last = run.stages[-1]
         with torch.no_grad():
             result = join(run.results) if last.here else None
-        said = None if result is None else Contract.of(result)[0]
-        # By identity, and kept, so that it stays this one's: whether a function was seen before is the same on every rank.
+        own = None if result is None else Contract.of(result)[0]
+        # By identity; both are held, so that no other object gets their id. Every rank has seen the same functions before.
         key = (id(run.contracts), id(loss))
-        _, _, told = _remembered(self._results, key, lambda: (run.contracts, loss, announce(said, self.mesh, last.index)))
-        if said is not None:
-            check_same(last.index, said, told)
-        return spread(result, told, last.mesh)
+        *_, known = _remembered(self._results, key, lambda: (run.contracts, loss, announce(own, self.mesh, last.index)))
+        if own is not None:
+            check_same(last.index, own, known)
+        return spread(result, known, last.mesh)
 
     def _clock(self) -> Callable[[], float]:
         return float if self._recorded is None else synchronised(self.mesh.device)
@@ -189,7 +190,7 @@ class Pipeline(nn.Module):
     # ── gradients ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _fill_gradients(self) -> None:
-        """Where a stage is not, its parameters have gradients without data, so that one program goes on everywhere."""
+        """Give parameters of other ranks' stages gradients without data, so that the same program runs on every rank."""
         own = set(self.own_parameters())
         for p in self.parameters():
             if p.requires_grad and p.grad is None and p not in own:
@@ -235,7 +236,7 @@ class Pipeline(nn.Module):
 
 
 def _remembered(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """What is known by a key, made if it is not; the oldest is forgotten when there are many, on every rank the same."""
+    """The entry of a key, made if it is missing; the oldest is dropped when there are many, on every rank the same."""
     if key not in known:
         if len(known) >= _REMEMBERED:
             del known[next(iter(known))]
@@ -244,7 +245,7 @@ def _remembered(known: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any
 
 
 class Recording:
-    """What `Pipeline.record` noted: a timeline with a row for each rank, once the block has ended."""
+    """The result of `Pipeline.record`: a timeline with a row for each rank, once the block has ended."""
 
     timeline: Timeline
 

@@ -1,8 +1,8 @@
-"""`Run`: one batch on its way through the stages, as a table says.
+"""`BatchRun`: runs one batch through the stages of a pipeline in the order of a schedule.
 
-The loop is the same text on every rank. An entry runs where the rank is in its stage; after each tick, neighbours send
-each other what they made in it. Sends do not wait, and what is received is waited for when an entry needs it, so each rank goes
-through its row at its own pace; all ranks that meet, meet in the order of ticks.
+The loop is the same on every rank. An entry runs on the ranks of its stage; after each tick, neighbours send each other the
+results of that tick. Sends do not wait, and received tensors are waited for when an entry needs them, so each rank goes through
+its row at its own pace; ranks communicate in the order of ticks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..random.keys import reseed
 from ..tensor.distribute import distribute
 from ..tensor.dtensor import DTensor, from_shards
 from ..tensor.toolbox import key_on
-from .link import Contract, Link, Message, Wire, announce
+from .link import Contract, Outgoing, OutputSpec, StageLink, announce
 from .schedule import Cell, Schedule
 from .timeline import Span
 
@@ -43,23 +43,23 @@ class Stage:
 
 
 class Held(NamedTuple):
-    """What a stage keeps of a microbatch for its backward: the inputs and outputs through which gradients flow."""
+    """The inputs and outputs of a microbatch through which gradients flow, which a stage holds for its backward."""
 
     inputs: list[DTensor]
     outputs: list[DTensor]
 
 
-class Run:
-    """One batch on its way.
+class BatchRun:
+    """One batch on its way through the stages.
 
-    contracts  what each stage gives for inputs like these; filled where it is not known yet
-    finish     what is made of the last stage's result for a microbatch
+    contracts  the outputs of each stage for inputs like these; filled in when they are known
+    finish     a function of the last stage's result and the number of the microbatch (the loss, say)
     """
 
     def __init__(
         self,
         stages: Sequence[Stage],
-        links: Sequence[Link],
+        links: Sequence[StageLink],
         batches: Sequence[Any],
         contracts: dict[int, Contract],
         finish: Callable[[Any, int], Any],
@@ -70,13 +70,13 @@ class Run:
         self.held: dict[tuple[int, int], Held] = {}
         self.spans: list[Span] = []
         self.most_held = [0] * len(stages)
-        # What the stages made in this tick, what is on its way to them, and what was sent in the last ticks.
+        # Results of this tick, tensors that are being received, and tensors that were sent in the last ticks.
         self._made: dict[tuple[str, int], tuple[Contract | None, list[DTensor]]] = {}
         self._coming: dict[tuple[str, int, int], list[Tensor]] = {}
         self._sent: deque[list[Tensor]] = deque()
 
     def through(self, table: Schedule, clock: Callable[[], float], whole: Mesh) -> None:
-        """Run the table; `whole` is the mesh of all stages."""
+        """Run a schedule; `whole` is the mesh of all stages."""
         with _seeds(whole) as seed:
             for column in table.columns:
                 for stage, cell in zip(self.stages, column, strict=True):
@@ -111,38 +111,33 @@ class Run:
             return self.batches[microbatch]
         link, contract = self.links[stage.index - 1], self.contracts[stage.index - 1]
         shards = iter(self._coming.pop(("F", stage.index, microbatch)))
-        value = contract.filled(lambda wire: link.land(next(shards), wire.layout, 1).requires_grad_(wire.flows))
+        value = contract.filled(lambda spec: link.land(next(shards), spec.layout, 1).requires_grad_(spec.flows))
         return value if isinstance(value, tuple) else (value,)
 
     def _forward(self, stage: Stage, microbatch: int, given: Any) -> None:
-        out = stage.call(*given)
-        last = stage.index == len(self.stages) - 1
+        out, last = stage.call(*given), stage.index == len(self.stages) - 1
+        out = tree_map_only(Tensor, lambda x: _on(x, stage.mesh), self.finish(out, microbatch) if last else out)
+        if not last:  # nothing partial: the next stage would reduce it for each of its uses
+            out = tree_map_only(DTensor, lambda x: x.redistribute(placements=x.layout.reduced()), out)
+        contract, outputs = Contract.of(out)
         if last:
-            out = tree_map_only(Tensor, lambda x: _on(x, stage.mesh), self.finish(out, microbatch))
             self.results[microbatch] = tree_map_only(Tensor, torch.Tensor.detach, out)
         else:
-            out = tree_map_only(Tensor, lambda x: _reduced(_on(x, stage.mesh)), out)
-        contract, outputs = Contract.of(out)
-        if not last:
-            self._agree(stage, contract, outputs)
+            check_same(stage.index, contract, self.contracts.get(stage.index, contract))
+            self._made["F", stage.index] = contract, outputs
         if self.backward:
             inputs = [x for x in tree_leaves(given) if isinstance(x, DTensor) and x.requires_grad]
             self.held[stage.index, microbatch] = Held(inputs, [x for x in outputs if x.requires_grad])
             count = sum(index == stage.index for index, _ in self.held)
             self.most_held[stage.index] = max(self.most_held[stage.index], count)
 
-    def _agree(self, stage: Stage, contract: Contract, outputs: list[DTensor]) -> None:
-        """Leave what a stage made for the next one, if it is what that one waits for."""
-        check_same(stage.index, contract, self.contracts.get(stage.index, contract))
-        self._made["F", stage.index] = contract, outputs
-
     def _gradients(self, stage: Stage, microbatch: int) -> list[DTensor] | None:
-        """What came back for the outputs of a stage; nothing for the last."""
+        """The gradients of a stage's outputs, from the next stage; None for the last stage."""
         if stage.index == len(self.stages) - 1:
             return None
-        link, wires = self.links[stage.index], self.contracts[stage.index].flowing
+        link, specs = self.links[stage.index], self.contracts[stage.index].flowing
         shards = self._coming.pop(("B", stage.index, microbatch))
-        return [link.land(shard, wire.layout, 0) for shard, wire in zip(shards, wires, strict=True)]
+        return [link.land(shard, spec.layout, 0) for shard, spec in zip(shards, specs, strict=True)]
 
     def _backward(self, stage: Stage, microbatch: int, given: list[DTensor] | None) -> None:
         inputs, outputs = self.held.pop((stage.index, microbatch))
@@ -154,11 +149,11 @@ class Run:
     # ── what neighbours send each other after a tick ──────────────────────────────────────────────────────────────────
 
     def _exchange(self, index: int, before: Cell, after: Cell) -> None:
-        """Activations of the stage before a link go on, gradients of the stage after it go back."""
+        """Send activations of the stage before a link forward, and gradients of the stage after it back."""
         link, (first, second) = self.links[index], self.stages[index : index + 2]
-        forth = back = list[Message]()
+        forth = back = list[Outgoing]()
         if before is not None and before.kind == "F":
-            forth = self._messages("F", first, self._contract(index).wires)
+            forth = self._messages("F", first, self._contract(index).specs)
         if after is not None and after.kind == "B":
             back = self._messages("B", second, self._contract(index).flowing)
         came, returned = link.exchange(forth, back)
@@ -169,19 +164,18 @@ class Run:
                 self._sent[-1] += tensors
 
     def _contract(self, index: int) -> Contract:
-        """What a stage gives. The first time, it tells the next one."""
+        """The outputs of a stage; the first time, it announces them to the next one."""
         if index not in self.contracts:
-            said, _ = self._made.get(("F", index), (None, []))
-            self.contracts[index] = announce(said, self.links[index].mesh, 0)
+            self.contracts[index] = announce(self._made.get(("F", index), (None, []))[0], self.links[index].mesh, 0)
         return self.contracts[index]
 
-    def _messages(self, kind: str, stage: Stage, wires: list[Wire]) -> list[Message]:
-        """What a stage sends; on ranks that are not in it, what it is like."""
-        made = self._made[kind, stage.index][1] if stage.here else [None] * len(wires)
-        return [Message(x, wire.layout.replace(mesh=stage.mesh)) for x, wire in zip(made, wires, strict=True)]
+    def _messages(self, kind: str, stage: Stage, specs: list[OutputSpec]) -> list[Outgoing]:
+        """The tensors that a stage sends; without data on ranks that are not in it."""
+        made = self._made[kind, stage.index][1] if stage.here else [None] * len(specs)
+        return [Outgoing(x, spec.layout.replace(mesh=stage.mesh)) for x, spec in zip(made, specs, strict=True)]
 
     def _let_go(self, ticks: int) -> None:
-        """Wait for what was sent before the last so many ticks: it was received by now, unless a rank is that far behind."""
+        """Wait for the sends before the last so many ticks: they are done by now, unless a rank is that far behind."""
         while len(self._sent) > ticks:
             for x in self._sent.popleft():
                 wait(x)
@@ -197,13 +191,8 @@ def _on(x: Tensor, mesh: Mesh) -> DTensor:
     return x if isinstance(x, DTensor) else distribute(x, mesh, None, None)
 
 
-def _reduced(x: DTensor) -> DTensor:
-    """A tensor with nothing partial: the next stage would reduce it for each of its uses."""
-    return x.redistribute(placements=x.layout.reduced())
-
-
 def check_same(stage: int, given: Contract, known: Contract) -> None:
-    """Refuse what other ranks do not expect of a stage."""
+    """Refuse outputs of a stage that differ from those that other ranks expect."""
     if given != known:
         raise PipelineError(
             f"stage {stage} gives {_shown(given)}, and gave {_shown(known)} for inputs of the same shapes: other ranks wait "
@@ -212,23 +201,23 @@ def check_same(stage: int, given: Contract, known: Contract) -> None:
 
 
 def _shown(contract: Contract) -> str:
-    return repr(contract.filled(lambda wire: wire.layout))
+    return repr(contract.filled(lambda spec: spec.layout))
 
 
 # ── the end, and the clock ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def spread(result: Any, contract: Contract, mesh: Mesh) -> Any:
-    """What the last stage gave, on all ranks: outside its mesh, shapes."""
+    """The result of the last stage on all ranks: outside its mesh, without data."""
     if is_here(mesh):
         return result
-    return contract.filled(lambda wire: from_shards(torch.empty(0, dtype=wire.layout.dtype), wire.layout))
+    return contract.filled(lambda spec: from_shards(torch.empty(0, dtype=spec.layout.dtype), spec.layout))
 
 
 @contextlib.contextmanager
 def _seeds(mesh: Mesh) -> Iterator[Callable[[int, int], None]]:
-    """Random numbers that depend on the stage and the microbatch, not on the order of entries or on who runs them; afterwards
-    the generator is as if one random call had been made, on every rank."""
+    """Seeds for random numbers that depend on stage and microbatch only, not on the order of entries or on the rank; afterwards
+    the generator is as after one random call, on every rank."""
     first, second = key_on(mesh)
     after = torch.default_generator.get_state()
 
@@ -243,7 +232,7 @@ def _seeds(mesh: Mesh) -> Iterator[Callable[[int, int], None]]:
 
 
 def synchronised(device: str) -> Callable[[], float]:
-    """A clock that waits for what a device still computes."""
+    """A clock that first waits for the device to finish its work."""
     if device.startswith("cpu"):
         return time.time
 

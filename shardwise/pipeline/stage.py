@@ -1,24 +1,21 @@
-"""Modules on the ranks of their stage, batches in microbatches, and gradients that are reduced once for all of these."""
+"""Places modules on the ranks of their stage, and splits batches into microbatches."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._torch.compiler import untraced
 from .._torch.tensors import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from ..errors import PipelineError
 from ..layouts.from_placements import Placements
-from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..tensor.distribute import distribute
-from ..tensor.dtensor import DTensor, align_grad
+from ..tensor.dtensor import DTensor
 
 # ── modules ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -37,8 +34,8 @@ def check_apart(stages: Sequence[nn.Module]) -> None:
                 )
 
 
-def settle(module: nn.Module, mesh: Mesh, index: int) -> None:
-    """Replace parameters and buffers that are plain by replicated ones on the stage's mesh; others have to be on it."""
+def put_on_mesh(module: nn.Module, mesh: Mesh, index: int) -> None:
+    """Replace plain parameters and buffers by replicated ones on the stage's mesh; DTensors have to be on it already."""
     done: dict[Tensor, Tensor] = {}
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
@@ -123,47 +120,3 @@ class Split:
                 "together along dim 0, which has to have as many"
             )
         return torch.stack([part.unflatten(0, (self.shards, self.rows)) for part in parts], 1).flatten(0, 2)
-
-
-# ── gradients ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@contextlib.contextmanager
-def reduced_once(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Gradients of all backwards inside add up as they come; then each is reduced, and added to what was there before.
-
-    A gradient that is larger than its parameter's shard while it is partial is reduced at once, to save memory."""
-    several: list[Any] = [p for p in parameters if p.requires_grad]
-    before, hooks = [p.grad for p in several], [_replace_hook(p) for p in several]
-    for p in several:
-        p.grad = None
-    try:
-        yield
-    except BaseException:  # other ranks may stand elsewhere: nothing is communicated
-        for p, old in zip(several, before, strict=True):
-            p.grad = old
-        raise
-    finally:
-        for restore in hooks:
-            restore()
-    for p, old in zip(several, before, strict=True):
-        new = None if p.grad is None else align_grad(p.grad, p.layout.reduced())
-        p.grad = new if old is None else old if new is None else old + new
-
-
-def _replace_hook(p: Any) -> Callable[[], None]:
-    """Let gradients of a parameter come as they are; gives what restores how they came."""
-    p._aligned.remove()
-    hook = p.register_hook(partial(_unless_larger, layout=p.layout.reduced()))
-
-    def restore() -> None:
-        hook.remove()
-        del p._aligned
-        p._align()
-
-    return restore
-
-
-@untraced
-def _unless_larger(grad: Any, layout: Layout) -> Any:
-    return grad if isinstance(grad, DTensor) and grad.layout.nbytes <= layout.nbytes else align_grad(grad, layout)

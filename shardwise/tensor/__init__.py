@@ -13,6 +13,7 @@ In the order of imports, which go down only:
     placements_given  which layout the placements that a user gives stand for
     checkpoint        what those who store tensors ask of a DTensor: the boxes that lie in this process, and whose pickle it is
     dtensor           `DTensor` and its constructors
+    gradients         `deferred_gradients`: several backwards whose gradients are reduced once
     distribute        `distribute_tensor`, `distribute_module`: plain tensors, spread over a mesh
     each_rank         `each_rank`: a function of what a rank holds, on every rank
     relabel           `relabel`: the ranks of a mesh for which tensors move least
