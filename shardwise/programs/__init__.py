@@ -3,11 +3,11 @@
 In the order of imports, which go down only:
 
     passes/        graph passes on local programs
-    constructors   the ways in as operators of a traced program
-    gradients      gradients of leaves take the layout of their leaf inside a traced program
-    training_step  whole training steps as one program: what is traced in place of an optimizer's own methods
+    constructors   constructors of DTensors as operators of a traced program
+    gradients      reduces gradients of leaves inside a traced backward
+    training_step  whole training steps as one program: replacements for optimizer methods
     show           a local program as text to read
-    assemble       a local program as a function that runs
+    assemble       a local program as a Python function
     debug          captured programs in debug mode
     capture        `capture`: a distributed function as a local program
     job/           compiles a program once for the whole job

@@ -1,6 +1,6 @@
-"""A local program as a function that runs: plain operators one after the other, each by its quickest way in.
+"""Turns a local program into a Python function that calls its operators one after the other, each by its fastest binding.
 
-Reads an fx graph of operators on local tensors, gives Python. Knows nothing of layouts.
+Reads an fx graph of operators on local tensors. Knows nothing of layouts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Before = Callable[[Node], Callable[..., None] | None]
 
 
 def assemble(graph: Graph, before: Before | None = None) -> Callable[[list[Any]], Any]:
-    """A function of the list of inputs, which it empties, so that memory is free as soon as nothing needs it.
+    """A function of the list of inputs, which it empties, so that memory is freed as soon as possible.
 
-    One with something `before` may be made while programs run: quicker ways are not tried for it, which draws random numbers.
+    With `before` it may be made while programs run: faster bindings are then not tried, since that draws random numbers.
 
     >>> import torch
     >>> graph = torch.fx.symbolic_trace(lambda x: torch.ops.aten.add.Tensor(x, 1)).graph
@@ -57,7 +57,7 @@ def assemble(graph: Graph, before: Before | None = None) -> Callable[[list[Any]]
 
 
 def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
-    """For each node the values that nothing needs after it."""
+    """For each node the values that are used there for the last time."""
     seen: set[Node] = set()
     last: dict[Node, list[Node]] = {}
     for node in reversed(graph.nodes):

@@ -57,12 +57,12 @@ def _from_local(x: Tensor, mesh: str, placements: str, *options: Any) -> Tensor:
     return from_shards(x, layout, given and make_layout(layout.shape, on, given, layout.dtype, layout.stride))
 
 
-def _distributed(x: Tensor, mesh: str, placements: str, source: int | None, library: str) -> Tensor:
-    return distribute(x, _mesh(mesh), as_read(placements), source)
-
-
 torch.library.impl("shardwise::from_local", "CompositeImplicitAutograd", _from_local)
-torch.library.impl("shardwise::distribute", "CompositeImplicitAutograd", _distributed)
+torch.library.impl(
+    "shardwise::distribute",
+    "CompositeImplicitAutograd",
+    lambda x, mesh, placements, source, library: distribute(x, _mesh(mesh), as_read(placements), source),
+)
 torch.library.define(
     "shardwise::new",
     "(SymInt[] shape, str mesh, str placements, ScalarType dtype, str draw, Scalar[] numbers, str library) -> Tensor",

@@ -1,7 +1,7 @@
-"""Captured programs that are watched: before each collective of a local program it says for which operator and line that is.
+"""Captured programs under `debug_mode` and `trace_comm`: each collective is reported with its operator and the user's line.
 
-A program is written a second time, with these words in it, when it first runs in a block of `debug_mode` or `trace_comm`: what
-runs outside of one stays as it is. Who watches hears of the collective where it asks for its group.
+A program is assembled a second time, with these reports in it, when it first runs in such a block; outside of one it runs
+without them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .show import line_of
 
 
 def with_checks(graph: Graph) -> Callable[[list[Any]], Any]:
-    """A local program as a function that says what it communicates for while someone watches, and else does not."""
+    """A local program as a function, which reports its collectives in blocks of `debug_mode` and `trace_comm`."""
     plain = assemble(graph)
     telling = functools.cache(lambda: assemble(graph, _before))
 

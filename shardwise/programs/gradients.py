@@ -1,7 +1,7 @@
-"""Gradients of leaves take the layout of their leaf inside the compiled backward: where they can be bucketed and overlap.
+"""Reduces gradients of leaves to the layout of their leaf inside a traced backward, where they can be bucketed and overlap.
 
-In eager mode a hook of the leaf does it, after the backward of the operator that the leaf went into; a compiled program would
-leave it to that hook, one collective after the other.
+In eager mode a hook of the leaf does it, after the backward of the operator that used the leaf; a compiled program would leave
+it to that hook, one collective after the other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def align_leaves(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
 
 
 def _apart(gm: GraphModule) -> set[Node]:
-    """Nodes that take leaves as they are: what asks for their gradients, and all that comes after the last of these."""
+    """Nodes that use leaves unaligned: calls of `autograd.grad`, and all nodes after the last of these."""
     nodes = list(gm.graph.nodes)
     asking = [i for i, node in enumerate(nodes) if node.target is torch.autograd.grad]
     return {nodes[i] for i in asking} | set(nodes[asking[-1] :]) if asking else set()
@@ -53,9 +53,5 @@ class _Aligned(Function):
         return align_grad(grad, ctx.layout)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    return _Aligned.apply(x)
-
-
 torch.library.define("shardwise::aligned", "(Tensor(a) x) -> Tensor(a)")
-torch.library.impl("shardwise::aligned", "CompositeImplicitAutograd", _aligned)
+torch.library.impl("shardwise::aligned", "CompositeImplicitAutograd", lambda x: _Aligned.apply(x))

@@ -12,7 +12,8 @@ from torch.fx import GraphModule, Node
 from ..layouts.dtypes import DTYPES
 
 _COLLECTIVE = re.compile(r"_c10d_functional\.(?!wait)|shardwise\.(exchange|move)")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+#: A frame of a stack trace: file, line and function.
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 def show(title: str, gm: GraphModule) -> str:
@@ -43,29 +44,24 @@ def _named(node: Node) -> str:
 
 
 def _operation(node: Node) -> str:
-    name = _target(node)
+    text = str(node.target) if not callable(node.target) or hasattr(node.target, "_schema") else node.target.__name__
+    name = text.removeprefix("aten.").removesuffix(".default")
     args = [_value(arg) for arg in node.args] + [f"{key}={_value(arg)}" for key, arg in node.kwargs.items()]
     return f"{args[0]}[{args[1]}]" if name == "getitem" else f"{name}({', '.join(args)})"
-
-
-def _target(node: Node) -> str:
-    text = str(node.target) if not callable(node.target) or hasattr(node.target, "_schema") else node.target.__name__
-    return text.removeprefix("aten.").removesuffix(".default")
 
 
 def _value(value: Any) -> str:
     if isinstance(value, Node):
         return value.name
     if isinstance(value, list | tuple):
-        return (
-            "(" + ", ".join(map(_value, value)) + ")" if isinstance(value, tuple) else "[" + ", ".join(map(_value, value)) + "]"
-        )
+        inside = ", ".join(map(_value, value))
+        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
     return str(value) if isinstance(value, torch.dtype | torch.device) else repr(value)
 
 
 def line_of(node: Node) -> str:
     """The user's line that a node comes from, as `train.py:12`; nothing where that is not known."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
     return f"{frames[-1][0].rpartition('/')[2]}:{frames[-1][1]}" if frames else ""
 
 
@@ -73,4 +69,4 @@ def _note(node: Node) -> str:
     if not _COLLECTIVE.search(str(node.target)):
         return ""
     why, where = node.meta.get("shardwise", ""), line_of(node)
-    return "".join(["  # ", ", ".join(part for part in (where, why) if part)]) if where or why else ""
+    return f"  # {', '.join(filter(None, (where, why)))}" if where or why else ""

@@ -1,6 +1,6 @@
-"""Whole training steps as one program: what is traced in place of an optimizer's own methods.
+"""Whole training steps as one program: replacements for optimizer methods that torch does not trace.
 
-Torch's `Optimizer.step` breaks the graph on purpose and its `zero_grad` refuses to be traced, since for torch.compile a
+torch's `Optimizer.step` breaks the graph on purpose and its `zero_grad` refuses to be traced, because under torch.compile a
 backward lies between two graphs. A captured or compiled step has its backward inside, and needs neither.
 """
 
@@ -52,10 +52,10 @@ def teach_tracer() -> None:
 
 
 def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that is traced in place of another, behind a code object of its own, with which Dynamo keeps what it knows.
+    """The function to trace in place of another, with a fresh code object, because Dynamo keys its cache by code object.
 
-    An optimizer's `step` lies in wrappers, so it is called by name. Results whose graph a backward inside has used up come
-    without it.
+    An optimizer's `step` is inside wrappers, so it is called by name. Results are detached if a backward inside the function
+    has freed their graph.
     """
     teach_tracer()
     owner = getattr(function, "__self__", None)

@@ -1,7 +1,7 @@
-"""`save_artifacts` and `load_artifacts`: compiled programs as one file, shipped from one job to the next.
+"""`save_artifacts` and `load_artifacts`: compiled programs as one file, for later jobs.
 
-The file says for which torch, Python, Shardwise and meshes its programs are. That and a digest of the whole file are checked
-before anything in it is unpacked: what follows are torch's own artifacts, which are pickles, and native code.
+The file names the torch, Python, Shardwise and meshes that its programs are for. That and a digest of the whole file are
+checked before anything in it is unpacked: torch's artifacts are pickles, and the libraries native code.
 """
 
 from __future__ import annotations
@@ -19,10 +19,20 @@ from ...comm.failures import in_job
 from ...comm.worlds import Shape, made_shapes
 from ...errors import CompileError
 from ...layouts.mesh import Mesh
-from ...propagation.fingerprint import VERSION, library_key
 from .compile import TIMEOUT
 from .election import Post
-from .serialize import Parcel, install, loaded_libraries, pack, processor, read_libraries, unpack, write_whole
+from .serialize import (
+    CompiledPrograms,
+    check_versions,
+    install,
+    loaded_libraries,
+    pack,
+    processor,
+    read_libraries,
+    unpack,
+    write_whole,
+)
+from .serialize import versions as library_versions
 
 
 def save_artifacts(path: str | Path, *, timeout: float = TIMEOUT) -> None:
@@ -37,7 +47,7 @@ def save_artifacts(path: str | Path, *, timeout: float = TIMEOUT) -> None:
     target = (a_path if in_job() else file_to_write)(path, "save_artifacts: path")  # in a job one rank knows the folder
     saved = torch.compiler.save_cache_artifacts()
     artifacts = () if saved is None else (saved[0],)
-    own = Parcel(_facts(), artifacts, read_libraries(loaded_libraries()))
+    own = CompiledPrograms(_facts(), artifacts, read_libraries(loaded_libraries()))
     names = [] if saved is None else [f"{kind} {key}" for kind, keys in saved[1].artifacts.items() for key in keys]
     if not in_job():
         _write(target, own)
@@ -48,11 +58,11 @@ def save_artifacts(path: str | Path, *, timeout: float = TIMEOUT) -> None:
 
 
 def load_artifacts(path: str | Path, mesh: Mesh | None = None) -> None:
-    """Take in what `save_artifacts` wrote, so that compiling the same again finds it; every rank calls it, and reads the file.
+    """Install what `save_artifacts` wrote, so that compiling the same program finds it; every rank calls it and reads the file.
 
-    Refused for another torch, Python, Shardwise or other rules, and for other meshes: one of those of the job that saved must
-    have the axes and sizes of `mesh`, or of a mesh made so far. A damaged file is refused, and then nothing has been taken in.
-    The file holds pickles and native code, which run when they are used: load only what you trust.
+    Refused for another torch, Python, Shardwise or other rules, and for other meshes: one mesh of the job that saved must have
+    the axes and sizes of `mesh`, or of a mesh made so far. A damaged file is refused before anything of it is installed. The
+    file holds pickles and native code, which run when they are used: load only what you trust.
     """
     mesh = optional(Mesh.from_torch, mesh)
     file, source = file_to_read(path, "load_artifacts: path"), f"artifact file {str(path)!r}"
@@ -63,76 +73,53 @@ def load_artifacts(path: str | Path, mesh: Mesh | None = None) -> None:
     install(unpack(data, source, lambda facts: _check(facts, source, mesh)), source)
 
 
-def _write(path: Path, parcel: Parcel) -> None:
+def _write(path: Path, programs: CompiledPrograms) -> None:
     try:
-        write_whole(path, pack(parcel))
+        write_whole(path, pack(programs))
     except OSError as error:
         raise CompileError(f"save_artifacts cannot write {str(path)!r}: {error.strerror}; give a file in a folder") from None
 
 
-# ── what a file is for ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── facts and their check ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _versions() -> dict[str, str]:
+    return {**library_versions(), "python": platform.python_version()}
 
 
 def _facts() -> dict[str, Any]:
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "version": VERSION,
-        "library": library_key(),
-        "processor": processor(),
-        "meshes": [dict(shape) for shape in sorted(_shapes())],
-    }
+    return {**_versions(), "processor": processor(), "meshes": [dict(shape) for shape in sorted(_shapes())]}
 
 
 def _shapes() -> set[Shape]:
     """The shapes of the meshes made so far in the world that a mesh made now would live in."""
-    world = "processes" if dist.is_available() and dist.is_initialized() else "simulated"
-    return made_shapes(world)
+    return made_shapes("processes" if dist.is_available() and dist.is_initialized() else "simulated")
 
 
-def _is_told(facts: dict[str, Any]) -> bool:
+def _has_form(facts: dict[str, Any]) -> bool:
     """Whether facts have the form of those that `_facts` gives."""
     meshes = facts.get("meshes")
     return (
-        all(type(facts.get(name)) is str for name in ("torch", "python", "version", "library", "processor"))
+        all(type(facts.get(name)) is str for name in (*_versions(), "processor"))
         and type(meshes) is list
         and all(type(shape) is dict and all(type(size) is int and size > 0 for size in shape.values()) for shape in meshes)
     )
 
 
 def _check(facts: dict[str, Any], source: str, mesh: Mesh | None) -> None:
-    """Refuse a file for another world than this one."""
-    if not _is_told(facts):
+    """Refuse a file for other versions or meshes than those here."""
+    if not _has_form(facts):
         raise CompileError(f"{source} does not say what it is for; save the artifacts again with this library")
-    for name, made, here in (
-        ("torch", facts["torch"], torch.__version__),
-        ("Python", facts["python"], platform.python_version()),
-        ("Shardwise", facts["version"], VERSION),
-    ):
-        if made != here:
-            raise CompileError(f"{source} is for {name} {made}, this is {name} {here}; compile and save it again with this one")
-    if facts["library"] != library_key():
-        raise CompileError(
-            f"{source} is for a Shardwise {VERSION} with other rules or code than this one; compile and save it again here"
-        )
+    check_versions(facts, _versions(), source, "compile and save it again")
     shapes = {tuple(shape.items()) for shape in facts["meshes"]}
     ours = _shapes() if mesh is None else {tuple(mesh.axis_sizes.items())}
     if shapes and not shapes & ours:
-        _refuse_meshes(source, shapes, ours)
+        here = f"here is {_as_text(ours)}; make such a mesh first, or compile and save for this one"
+        none = "and there is no mesh here yet; load it after sw.init_mesh, or pass the mesh"
+        raise CompileError(f"{source} is for the mesh {_as_text(shapes)}, {here if ours else none}")
 
 
-def _refuse_meshes(source: str, shapes: set[Any], ours: set[Any]) -> None:
-    made = _told(shapes)
-    if not ours:
-        raise CompileError(
-            f"{source} is for the mesh {made}, and there is no mesh here yet; load it after sw.init_mesh, or pass the mesh"
-        )
-    raise CompileError(
-        f"{source} is for the mesh {made}, here is {_told(ours)}; make such a mesh first, or compile and save for this one"
-    )
-
-
-def _told(shapes: set[Any]) -> str:
+def _as_text(shapes: set[Any]) -> str:
     return " or ".join("(" + ", ".join(f"{axis}={size}" for axis, size in shape) + ")" for shape in sorted(shapes))
 
 
@@ -142,8 +129,8 @@ def _told(shapes: set[Any]) -> str:
 _FAILED = "save_artifacts failed on rank 0 with {}"
 
 
-def _collect(path: Path, own: Parcel, have: set[str], timeout: float) -> None:
-    """Write what this rank has, and what others have besides; tell them how it went."""
+def _collect(path: Path, own: CompiledPrograms, have: set[str], timeout: float) -> None:
+    """Write the programs of this rank and those that only others have; tell the others how it went."""
     post, rest = Post("artifacts"), []
     try:
         file_to_write(path, "save_artifacts: path")
@@ -153,21 +140,21 @@ def _collect(path: Path, own: Parcel, have: set[str], timeout: float) -> None:
                 have |= names
                 rest.append(rank)
         post.put("wanted", json.dumps(rest).encode())
-        parcels = [own, *(unpack(_wait(post, f"parcel/{r}", r, timeout), f"rank {r}", lambda facts: None) for r in rest)]
-        _write(path, _merged(parcels))
+        others = [unpack(_wait(post, f"programs/{r}", r, timeout), f"rank {r}", lambda facts: None) for r in rest]
+        _write(path, _merged([own, *others]))
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        post.put("error", said.encode())
-        raise CompileError(_FAILED.format(said)) from error
+        reason = f"{type(error).__name__}: {error}"
+        post.put("error", reason.encode())
+        raise CompileError(_FAILED.format(reason)) from error
     post.put("done", b"")
 
 
-def _contribute(own: Parcel, names: list[str], timeout: float) -> None:
-    """Give rank 0 what it lacks, and hear how it went."""
+def _contribute(own: CompiledPrograms, names: list[str], timeout: float) -> None:
+    """Send rank 0 the programs it lacks, and wait until it has written the file."""
     post, rank = Post("artifacts"), dist.get_rank()
     post.put(f"names/{rank}", json.dumps(names).encode())
     if rank in json.loads(_wait(post, "wanted", 0, timeout)):
-        post.put(f"parcel/{rank}", pack(own))
+        post.put(f"programs/{rank}", pack(own))
     _wait(post, "done", 0, timeout)
 
 
@@ -182,8 +169,8 @@ def _wait(post: Post, name: str, rank: int, timeout: float) -> bytes:
     return data
 
 
-def _merged(parcels: list[Parcel]) -> Parcel:
-    """One parcel of all; libraries of another CPU than rank 0's are left out."""
-    alike = [parcel for parcel in parcels if parcel.facts["processor"] == parcels[0].facts["processor"]]
-    libraries = {name: content for parcel in alike for name, content in parcel.libraries.items()}
-    return Parcel(parcels[0].facts, tuple(part for parcel in parcels for part in parcel.artifacts), libraries)
+def _merged(parts: list[CompiledPrograms]) -> CompiledPrograms:
+    """The programs of all ranks as one; libraries of another CPU than rank 0's are left out."""
+    alike = [part for part in parts if part.facts["processor"] == parts[0].facts["processor"]]
+    libraries = {name: content for part in alike for name, content in part.libraries.items()}
+    return CompiledPrograms(parts[0].facts, tuple(data for part in parts for data in part.artifacts), libraries)

@@ -1,10 +1,10 @@
-"""`compile`: torch.compile, once for the whole job.
+"""`compile`: torch.compile, where each program is compiled by one rank for the whole job.
 
-Dynamo and AOTAutograd run on every rank; what they make is the same program on every rank, or on all that hold shards of the
-same shape. Only when torch's caches do not have it, and so Inductor would start, do the ranks ask each other: of those with the
-same local program one compiles, forward and backward, and the others wait, load what it made into torch's cache of local
-programs, and find it there. So a warm start asks nobody, ranks whose folders are warm never wait for those whose are not, and
-nothing is ever wrong: what a rank runs is what torch found under that rank's own key.
+Dynamo and AOTAutograd run on every rank, and give the same program on all ranks that hold shards of the same shape. Only when
+torch's caches do not have it, and Inductor would start, do the ranks communicate: of those with the same local program one
+compiles, forward and backward; the others wait, install the result in torch's cache of local programs, and find it there. So a
+warm start needs no communication, ranks with warm caches never wait for others, and a rank only ever runs what torch found
+under that rank's own key.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..gradients import align_leaves
 from ..passes.order import inductor_pass
 from ..training_step import teach_tracer, traceable, whole_steps
 from .election import Election
-from .serialize import Parcel, install, loaded_libraries, pack, processor, read_libraries, unpack
+from .serialize import CompiledPrograms, install, loaded_libraries, pack, processor, read_libraries, unpack
 
 #: Seconds that a rank waits, as a rule, for another one to compile.
 TIMEOUT = 600.0
@@ -119,7 +119,7 @@ def _shared(inputs: Sequence[Any]) -> bool:
 
 
 class _Work:
-    """One graph on its way through Inductor."""
+    """The compilation of one graph by Inductor, here or on another rank."""
 
     def __init__(self, key: str, timeout: float, shared: bool) -> None:
         self.key, self._timeout, self._shared = key, timeout, shared
@@ -127,14 +127,14 @@ class _Work:
         self.how = "hit"
 
     def run(self, gm: GraphModule, inputs: Sequence[Any], settings: dict[str, Any], artifacts: Callable[[], bytes]) -> Any:
-        """The compiled function; where the rank that should have compiled failed, one that says so."""
+        """The compiled function; if the rank that compiles it failed, a function that raises its error."""
         before = loaded_libraries() if self._shared else frozenset()
         try:
             made = compile_graph(gm, inputs, self._local, settings, at_once=self._shared)
             if self._election is not None and self._election.leads:
                 libraries = read_libraries(loaded_libraries() - before)
                 saved = artifacts()  # nothing where all of it came from a cache
-                self._election.publish(pack(Parcel({"processor": processor()}, (saved,) if saved else (), libraries)))
+                self._election.publish(pack(CompiledPrograms({"processor": processor()}, (saved,) if saved else (), libraries)))
             return made
         except CompileError as error:
             self.how = "failed"
@@ -148,7 +148,7 @@ class _Work:
                 self._election.end()
 
     def _local(self, gm: GraphModule, inputs: Sequence[Any], **words: Any) -> Any:
-        """Compile one local program, the forward or the backward, which torch's cache of whole programs does not have."""
+        """Compile one local program (forward or backward) that torch's cache of whole programs does not have."""
         if self._shared and self._election is None and not is_kept(gm, inputs, words):
             self._election = Election(_digest(self.key, _text(gm), *map(_fact, inputs)), self._timeout)
             if not self._election.leads:
@@ -185,16 +185,12 @@ def _digest(*texts: str) -> str:
 
 def _text(gm: GraphModule) -> str:
     parts = [part for part in gm.modules() if isinstance(part, GraphModule)]
-    return "\n".join(f"{part.code}{_checkpointing(part)}" for part in parts)
-
-
-def _checkpointing(part: GraphModule) -> str:
-    """What a key must say of a part of Dynamo's graph beside its code: how it is checkpointed."""
-    return str(getattr(part.meta.get("_checkpoint_context_fn"), "cache_hash", ""))
+    policies = [getattr(part.meta.get("_checkpoint_context_fn"), "cache_hash", "") for part in parts]  # of `remat`
+    return "\n".join(f"{part.code}{policy}" for part, policy in zip(parts, policies, strict=True))
 
 
 def _fact(value: Any) -> str:
-    """What a compiled program depends on of one input."""
+    """The properties of one input that a compiled program depends on, as text."""
     if isinstance(value, DTensor):
         facts = (form_of(value.layout).text, tuple(value.shape), value.stride(), value.requires_grad)
         return f"{facts} {_fact(value._local)}"

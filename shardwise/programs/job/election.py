@@ -1,6 +1,6 @@
-"""Who of the ranks that need the same program compiles it, and how the others get it: through the job's own store.
+"""Elects the rank that compiles a program, and passes the result to the other ranks through the job's store.
 
-`Post` moves bytes between ranks; an `Election` is held for one key. Knows nothing of what is compiled.
+`Post` passes bytes between ranks; an `Election` is held for one key. Knows nothing of programs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Post:
 
 
 class Election:
-    """The first rank to come leads: it compiles, shows that it lives, and leaves the others what it made, or why it failed."""
+    """The first rank to come leads: it compiles, gives signs of life, and publishes its result or its error."""
 
     def __init__(self, key: str, timeout: float) -> None:
         self.key, self.timeout = key, timeout

@@ -1,8 +1,8 @@
-"""Parcel: compiled programs as bytes that another process takes in. Knows nothing of jobs and files.
+"""Compiled programs as bytes, to be installed by another process. Knows nothing of jobs and files.
 
-Inside are torch's cache artifacts, and the libraries of kernels for the CPU: torch's artifacts name these but hold only their
-source, so that every host would run the C++ compiler again. A digest of all that follows comes first, then a header of plain
-JSON: both are checked whole before anything is unpacked. The digest tells damage, and forgery it does not: programs are code.
+The bytes hold torch's cache artifacts, and the libraries of kernels for the CPU: torch's artifacts name these but hold only
+their source, so that every host would run the C++ compiler again. A digest of all that follows comes first, then a header of
+plain JSON: both are checked before anything is unpacked. The digest detects damage, not forgery: programs are code.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from ..._torch.aoti import keep_artifacts, read_artifacts
 from ..._torch.compiler import compiler_folder
 from ...errors import CompileError
+from ...propagation.fingerprint import VERSION, library_key
 
 _MAGIC = b"shardwise artifacts 2\n"
 _DIGEST_SIZE = 32
@@ -30,8 +33,8 @@ _LIBRARY = re.compile(r"\w\w/\w+(\.\w+)*\.so")
 _MOST_PER_BYTE = 1032
 
 
-class Parcel(NamedTuple):
-    """What is known of the programs (plain JSON), torch's artifacts, and libraries by their path in the compiler's folder."""
+class CompiledPrograms(NamedTuple):
+    """Facts about the programs (plain JSON), torch's artifacts, and libraries by their path in the compiler's folder."""
 
     facts: dict[str, Any]
     artifacts: tuple[bytes, ...]
@@ -48,11 +51,11 @@ class _Header(NamedTuple):
         return [*self.artifacts, *(size for _, size in self.libraries)]
 
 
-def pack(parcel: Parcel) -> bytes:
-    """The parcel as bytes."""
-    body = zlib.compress(b"".join((*parcel.artifacts, *parcel.libraries.values())), level=1)
-    libraries = [(name, len(part)) for name, part in parcel.libraries.items()]
-    text = json.dumps(_Header(parcel.facts, [len(part) for part in parcel.artifacts], libraries)._asdict()).encode()
+def pack(programs: CompiledPrograms) -> bytes:
+    """Compiled programs as bytes."""
+    body = zlib.compress(b"".join((*programs.artifacts, *programs.libraries.values())), level=1)
+    libraries = [(name, len(part)) for name, part in programs.libraries.items()]
+    text = json.dumps(_Header(programs.facts, [len(part) for part in programs.artifacts], libraries)._asdict()).encode()
     content = b"".join((len(text).to_bytes(8, "little"), text, body))
     return b"".join((_MAGIC, _digest(content), content))
 
@@ -61,16 +64,16 @@ def _digest(content: bytes | memoryview) -> bytes:
     return hashlib.blake2b(content, digest_size=_DIGEST_SIZE).digest()
 
 
-def unpack(data: bytes, source: str, check: Callable[[dict[str, Any]], None]) -> Parcel:
-    """The parcel that the bytes tell, which come from `source`; `check` sees its facts before anything is unpacked.
+def unpack(data: bytes, source: str, check: Callable[[dict[str, Any]], None]) -> CompiledPrograms:
+    """The compiled programs in bytes that come from `source`; `check` sees the facts before anything is unpacked.
 
-    >>> data = pack(Parcel({"mesh": "dp=2"}, (b"program",), {}))
+    >>> data = pack(CompiledPrograms({"mesh": "dp=2"}, (b"program",), {}))
     >>> unpack(data, "here", print).artifacts
     {'mesh': 'dp=2'}
     (b'program',)
     """
     if not data.startswith(_MAGIC):
-        raise CompileError(f"{source} is nothing that sw.save_artifacts wrote; save the artifacts again with this library")
+        raise CompileError(f"{source} was not written by sw.save_artifacts; save the artifacts again with this library")
     start = len(_MAGIC) + _DIGEST_SIZE
     if _digest(memoryview(data)[start:]) != data[len(_MAGIC) : start]:
         raise CompileError(_damaged(source, f"its {len(data)} bytes are not those that were saved"))
@@ -84,15 +87,15 @@ def unpack(data: bytes, source: str, check: Callable[[dict[str, Any]], None]) ->
         at += size
     count = len(header.artifacts)
     names = [name for name, _ in header.libraries]
-    return Parcel(header.facts, tuple(parts[:count]), dict(zip(names, parts[count:], strict=True)))
+    return CompiledPrograms(header.facts, tuple(parts[:count]), dict(zip(names, parts[count:], strict=True)))
 
 
 def _read_header(text: bytes, source: str) -> _Header:
     try:
-        told = json.loads(text)
-        header = _Header(told.pop("facts"), told.pop("artifacts"), [(name, size) for name, size in told.pop("libraries")])
+        read = json.loads(text)
+        header = _Header(read.pop("facts"), read.pop("artifacts"), [(name, size) for name, size in read.pop("libraries")])
         names = [name for name, _ in header.libraries]
-        fits = not told and isinstance(header.facts, dict) and all(type(size) is int and size >= 0 for size in header.sizes)
+        fits = not read and isinstance(header.facts, dict) and all(type(size) is int and size >= 0 for size in header.sizes)
         fits = fits and all(type(name) is str for name in names) and len(set(names)) == len(names)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         fits = False
@@ -100,7 +103,7 @@ def _read_header(text: bytes, source: str) -> _Header:
         raise CompileError(_damaged(source, "its header cannot be read"))
     outside = next((name for name in names if not _LIBRARY.fullmatch(name)), None)
     if outside is not None:
-        raise CompileError(f"{source} names a library {outside!r}, which is none of the compiler's folder; do not use it")
+        raise CompileError(f"{source} names a library {outside!r}, which is not in the compiler's folder; do not use it")
     return header
 
 
@@ -145,25 +148,41 @@ def processor() -> str:
     """A digest of what this host's CPU can do: kernels are compiled for just that, and may crash on another."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().partition("\n\n")[0].splitlines() if info.exists() else [platform.processor()]
-    told = [
-        line for line in lines if not re.match(r"processor|cpu MHz|bogomips|BogoMIPS|\w*apicid|.*core|cache|physical", line)
-    ]
-    return hashlib.blake2b("\n".join([platform.machine(), *told]).encode(), digest_size=8).hexdigest()
+    changing = re.compile(r"processor|cpu MHz|bogomips|BogoMIPS|\w*apicid|.*core|cache|physical")
+    abilities = [line for line in lines if not changing.match(line)]
+    return hashlib.blake2b("\n".join([platform.machine(), *abilities]).encode(), digest_size=8).hexdigest()
 
 
-# ── taking in ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def install(parcel: Parcel, source: str) -> None:
-    """Put what a parcel holds where the compiler looks for it; libraries for another CPU are left out, and compiled here."""
-    found = [read_artifacts(artifact) for artifact in parcel.artifacts]
-    for each in found:
-        if each is None:
-            raise CompileError(_damaged(source, "torch cannot read the programs in it"))
+def versions() -> dict[str, str]:
+    """The versions of torch and of this library that compiled programs depend on."""
+    return {"torch": torch.__version__, "version": VERSION, "library": library_key()}
+
+
+def check_versions(facts: dict[str, Any], here: dict[str, str], source: str, again: str) -> None:
+    """Refuse programs of other versions than those of this process; `again` says what to do once more."""
+    for key, name in (("torch", "torch"), ("python", "Python"), ("version", "Shardwise")):
+        if key in here and facts[key] != here[key]:
+            raise CompileError(f"{source} is for {name} {facts[key]}, this is {name} {here[key]}; {again} with this one")
+    made, own = (key.partition(" ")[2] for key in (facts["library"], here["library"]))
+    if facts["library"] != here["library"]:
+        raise CompileError(f"{source} is for a Shardwise {VERSION} with other rules or code ({made}, here {own}); {again} here")
+
+
+# ── installing ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def install(programs: CompiledPrograms, source: str) -> None:
+    """Put compiled programs where the compiler looks for them; libraries for another CPU are left out, and compiled here."""
+    found = [read_artifacts(artifact) for artifact in programs.artifacts]
+    if None in found:
+        raise CompileError(_damaged(source, "torch cannot read the programs in it"))
     for each in found:
         keep_artifacts(each)
-    if parcel.facts.get("processor") == processor():
-        for name, content in parcel.libraries.items():
+    if programs.facts.get("processor") == processor():
+        for name, content in programs.libraries.items():
             path = Path(compiler_folder()) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, content)

@@ -2,10 +2,10 @@
 
 In the order of imports, which go down only:
 
-    graph        what graph passes ask of the nodes of a local program, and how they add some
-    moves        graph passes on moves: needless ones go, the rest become steps
-    all_reduces  graph passes on all-reduces: behind linear operators, and small ones together
-    order        `improve`: all graph passes in order; the same for Inductor
-    views        graph passes for programs that are run operator by operator
-    foreach      graph passes for the same programs: many small operators become few
+    graph        questions about the nodes of a local program; adding, replacing and removing them
+    moves        passes on redistributions: redundant ones go, the rest become steps of plans
+    all_reduces  passes on all-reduces: after linear operators, and small ones in buckets
+    order        `improve`: all these passes in order, also for Inductor; waits as late as possible
+    views        passes for captured programs: operators that do nothing go, inputs are updated in place
+    foreach      passes for captured programs: few operators instead of many small ones
 """

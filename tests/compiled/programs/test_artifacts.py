@@ -17,9 +17,8 @@ import shardwise as sw
 from shardwise.comm import worlds
 from shardwise.errors import CompileError
 from shardwise.programs import compile, compile_report, load_artifacts, save_artifacts
-from shardwise.programs.job import artifacts
-from shardwise.programs.job import serialize as parcel
-from shardwise.programs.job.serialize import Parcel, pack, unpack
+from shardwise.programs.job import artifacts, serialize
+from shardwise.programs.job.serialize import CompiledPrograms, pack, unpack
 from tests.helpers.kernel_count import kernels, settings
 
 
@@ -27,12 +26,12 @@ from tests.helpers.kernel_count import kernels, settings
 def untouched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Unless a test says that it takes artifacts in, doing so is an error."""
     if "takes_in" not in request.node.name:
-        monkeypatch.setattr(parcel, "read_artifacts", lambda data: pytest.fail("was read before it was checked"))
+        monkeypatch.setattr(serialize, "read_artifacts", lambda data: pytest.fail("was read before it was checked"))
 
 
 def written(path: Path, change: dict[str, Any]) -> Path:
     facts = {**artifacts._facts(), **change}
-    path.write_bytes(pack(Parcel(facts, (b"not an artifact",), {})))
+    path.write_bytes(pack(CompiledPrograms(facts, (b"not an artifact",), {})))
     return path
 
 
@@ -43,7 +42,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "python": ({"python": "3.8.0"}, "is for Python 3.8.0, this is Python "),
     "version": ({"version": "9.9"}, "is for Shardwise 9.9, this is Shardwise "),
-    "rules": ({"library": "other"}, "with other rules or code than this one; compile and save it again here"),
+    "rules": ({"library": "other"}, "with other rules or code ("),
     "mesh": ({"meshes": [{"dp": 77, "tp": 2}]}, "is for the mesh (dp=77, tp=2), here is "),
 }
 
@@ -80,8 +79,8 @@ CUTS: list[tuple[Callable[[bytes], bytes], str]] = [
     (lambda data: data[:-1] + b"x", "is cut short or damaged"),
     (lambda data: data[:60], "is cut short or damaged: its 60 bytes are not those"),
     (lambda data: data[:24], "is cut short or damaged: its 24 bytes are not those"),
-    (lambda data: b"", "is nothing that sw.save_artifacts wrote"),
-    (lambda data: b"\x80\x04K\x01.", "is nothing that sw.save_artifacts wrote; save the artifacts again"),
+    (lambda data: b"", "was not written by sw.save_artifacts"),
+    (lambda data: b"\x80\x04K\x01.", "was not written by sw.save_artifacts; save the artifacts again"),
 ]
 
 
@@ -96,12 +95,12 @@ def test_damaged(cut: Callable[[bytes], bytes], text: str, tmp_path: Path) -> No
 
 def test_libraries_stay_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "folder"))
-    here = {"processor": parcel.processor()}
-    with pytest.raises(CompileError, match=r"names a library '\.\./evil\.so', which is none of the compiler's folder"):
-        unpack(pack(Parcel(here, (), {"../evil.so": b""})), "a file", lambda facts: None)
-    parcel.install(Parcel({"processor": "another"}, (), {"ab/cd.so": b"for another CPU"}), "a file")
+    here = {"processor": serialize.processor()}
+    with pytest.raises(CompileError, match=r"names a library '\.\./evil\.so', which is not in the compiler's folder"):
+        unpack(pack(CompiledPrograms(here, (), {"../evil.so": b""})), "a file", lambda facts: None)
+    serialize.install(CompiledPrograms({"processor": "another"}, (), {"ab/cd.so": b"for another CPU"}), "a file")
     assert not (tmp_path / "folder" / "ab").exists()
-    parcel.install(Parcel(here, (), {"ab/cd.main.so": b"library"}), "a file")
+    serialize.install(CompiledPrograms(here, (), {"ab/cd.main.so": b"library"}), "a file")
     assert (tmp_path / "folder" / "ab" / "cd.main.so").read_bytes() == b"library"
 
 
@@ -124,7 +123,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(parcel.os, "fsync", full)
+    monkeypatch.setattr(serialize.os, "fsync", full)
     with pytest.raises(CompileError, match=r"save_artifacts cannot write .*: No space left on device"):
         save_artifacts(path)
     assert path.read_bytes() == b"what was there" and list(tmp_path.iterdir()) == [path]
@@ -133,7 +132,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
 
 
 def test_parcels_arrive_as_they_were() -> None:
-    sent = Parcel({"n": 1, "shape": {"dp": 2}}, (b"", b"abc"), {"ab/c.so": bytes(range(256)), "ab/d.so": b""})
+    sent = CompiledPrograms({"n": 1, "shape": {"dp": 2}}, (b"", b"abc"), {"ab/c.so": bytes(range(256)), "ab/d.so": b""})
     assert unpack(pack(sent), "here", lambda facts: None) == sent
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise import RematError, Shard, remat, save
 from shardwise.remat import kept_values
-from shardwise.remat import record_replay as watch
+from shardwise.remat import record_replay as runs
 from tests.helpers.gpt_block import gradients, model_and_input, plain, same
 
 #: Dynamo looks at the gradients of a region's inputs.
@@ -89,7 +89,7 @@ def test_a_region_that_the_second_run_skips(wrapped: bool, axes: dict[str, int],
 def test_it_would_fail_with_one_queue_for_all_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     """If what regions gave were taken in the order in which they gave it, the last would get the numbers of the skipped one."""
     queue: deque[Any] = deque()
-    keep, back = watch.Record.whole, watch.Replay.whole
+    keep, back = runs.FirstRun.whole, runs.SecondRun.whole
 
     def record(self: Any, call: Any, facts: Any, run: Any) -> Any:
         out = keep(self, call, facts, run)
@@ -97,13 +97,13 @@ def test_it_would_fail_with_one_queue_for_all_regions(monkeypatch: pytest.Monkey
         return out
 
     def replay(self: Any, call: Any, facts: Any, run: Any) -> Any:
-        return back(self, queue.popleft(), facts, run)
+        return back(self, queue.popleft() if facts is runs.REGION else call, facts, run)
 
     regions = Regions(*given({}))
     x = regions.leaves[0]
     want = grads(lambda: regions(x), *regions.leaves)
-    monkeypatch.setattr(watch.Record, "whole", record)
-    monkeypatch.setattr(watch.Replay, "whole", replay)
+    monkeypatch.setattr(runs.FirstRun, "whole", record)
+    monkeypatch.setattr(runs.SecondRun, "whole", replay)
     everywhere = save.regions("*/compiled*")
     assert same(grads(lambda: remat(regions, x, save=everywhere), *regions.leaves), want)
     regions.remembers = True

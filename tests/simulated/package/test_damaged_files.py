@@ -26,9 +26,8 @@ from shardwise.errors import ShardwiseError
 from shardwise.layouts.from_placements import make_layout
 from shardwise.package import load, manifest
 from shardwise.package.manifest import Fixed, Manifest, Slot, facts_for, seal, write
-from shardwise.programs.job import artifacts
-from shardwise.programs.job import serialize as parcel
-from shardwise.programs.job.serialize import Parcel, pack
+from shardwise.programs.job import artifacts, serialize
+from shardwise.programs.job.serialize import CompiledPrograms, pack
 from shardwise.tensor.wrapping import wrap
 from tests.conftest import SEED
 
@@ -59,7 +58,7 @@ def artifact_file(path: Path) -> None:
         CacheArtifactManager.record_artifact("aot_autograd", "a1b2", bytes(range(256)))
         saved, _ = CacheArtifactManager.serialize()
     libraries = {"ab/c1.main.so": bytes(300), "ab/c2.so": b"native code"}
-    path.write_bytes(pack(Parcel(artifacts._facts(), (saved, saved), libraries)))
+    path.write_bytes(pack(CompiledPrograms(artifacts._facts(), (saved, saved), libraries)))
 
 
 def package_file(path: Path) -> None:
@@ -215,7 +214,7 @@ def misspelt(text: str, chance: random.Random) -> str:
 
 def forge_artifacts(path: Path, chance: random.Random) -> None:
     data = path.read_bytes()
-    start = len(parcel._MAGIC) + parcel._DIGEST_SIZE
+    start = len(serialize._MAGIC) + serialize._DIGEST_SIZE
     (size,) = struct.unpack_from("<Q", data, start)
     text, body = data[start + 8 : start + 8 + size], data[start + 8 + size :]
     if chance.random() < 0.2:
@@ -223,7 +222,7 @@ def forge_artifacts(path: Path, chance: random.Random) -> None:
     else:
         text = json.dumps(forged(json.loads(text), chance)).encode()
     content = struct.pack("<Q", chance.choice((len(text),) * 9 + (2**63,))) + text + body
-    path.write_bytes(parcel._MAGIC + parcel._digest(content) + content)
+    path.write_bytes(serialize._MAGIC + serialize._digest(content) + content)
 
 
 def forge_package(path: Path, chance: random.Random) -> None:
