@@ -102,7 +102,7 @@ def _picture(layout: Layout) -> list[str]:
         held = [layout.runs(dim, place) for dim in range(layout.ndim)]
         if not all(held):
             continue
-        row, column = _told("Row", held[0]), _told("Col", held[1] if layout.ndim > 1 else [(0, 1)])
+        row, column = _label("Row", held[0]), _label("Col", held[1] if layout.ndim > 1 else [(0, 1)])
         columns[column] = None
         cells.setdefault(row, {}).setdefault(column, []).append(f"{layout.mesh.device_type}:{rank}")
     order = sorted(columns, key=_first)
@@ -112,9 +112,9 @@ def _picture(layout: Layout) -> list[str]:
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
 
 
-def _told(word: str, runs: list[tuple[int, int]]) -> str:
+def _label(word: str, runs: list[tuple[int, int]]) -> str:
     return f"{word} " + "+".join(str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in runs)
 
 
-def _first(told: str) -> int:
-    return int(told.split(" ")[1].split("+")[0].split("-")[0])
+def _first(label: str) -> int:
+    return int(label.split(" ")[1].split("+")[0].split("-")[0])

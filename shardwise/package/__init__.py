@@ -2,11 +2,11 @@
 
 In the order of imports, which go down only:
 
-    manifest       what a package says of itself, and whether that fits here
-    collectives    how programs in packages communicate: without the interpreter's lock
-    local_program  the local program of a model, traced in one process for every rank of a job
+    manifest       description of a package, and its check against this process
+    collectives    collectives of packages, which release the interpreter's lock
+    local_program  traces the local program of a model in one process for every rank of a job
     export         `export`: a model as a compiled program in one file
-    load           `load_package`: that program, ready to be called
+    load           `load_package`: loads and runs that program
 """
 
 from .export import export

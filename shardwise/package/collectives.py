@@ -1,8 +1,8 @@
-"""How programs in packages communicate: by operators in Python, which let other threads have the interpreter meanwhile.
+"""Collectives of packages as Python operators, which release the interpreter's lock while they wait.
 
-What runs a package holds the interpreter's lock. A backend's thread drops tensors that Python knows of, for which it needs that
-lock, and may hold one of the backend's own meanwhile. Were a collective begun or waited for in C++, the program would wait for
-the backend's lock with the interpreter's, and the two threads for each other.
+The thread that runs a package holds that lock. A backend's thread needs it to free tensors known to Python, possibly while it
+holds a lock of the backend. If a collective began or waited in C++, the program would wait for the backend's lock while holding
+the interpreter's, and the two threads would deadlock.
 """
 
 from __future__ import annotations
@@ -47,19 +47,14 @@ for _name in (*WRITING, *READING):
 
 # ── to wait ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-torch.library.define("shardwise::settle", "(Tensor x) -> Tensor")
-
-
-def _settle(x: Tensor) -> Tensor:
-    return torch.clone(WAIT(x))  # an operator gives back nothing that shares memory with what it took
-
-
-torch.library.impl("shardwise::settle", "CompositeExplicitAutograd", _settle)
-torch.library.register_fake("shardwise::settle", torch.clone)
+torch.library.define("shardwise::end_collective", "(Tensor x) -> Tensor")
+# a copy: the result of an operator must not share memory with its argument
+torch.library.impl("shardwise::end_collective", "CompositeExplicitAutograd", lambda x: torch.clone(WAIT(x)))
+torch.library.register_fake("shardwise::end_collective", torch.clone)
 
 
 def carry(graph: Graph) -> None:
-    """Have a program communicate by these operators."""
-    table = {**_BEGIN, WAIT: torch.ops.shardwise.settle.default}
+    """Replace the collectives of a program by these operators."""
+    table = {**_BEGIN, WAIT: torch.ops.shardwise.end_collective.default}
     for node in graph.nodes:
         node.target = table.get(node.target, node.target)

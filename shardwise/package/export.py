@@ -84,8 +84,10 @@ def exported(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Me
         named = [*parameters.items(), *zip(given.names, arguments, strict=True)]
         places = [place for place, (_, x) in enumerate(named) if isinstance(x, Tensor)]
         traced = trace(model, own, words, [named[place][1] for place in places])
-    order = _order(traced, [x for _, x in named])
-    program = torch.export.export(_with_constants(traced, order), _examples(traced, order), strict=False)
+    position = {id(local_of(x)): place for place, (_, x) in enumerate(named) if isinstance(x, Tensor)}
+    order = [position.get(id(x)) for x in traced.inputs]  # None for a constant
+    examples = tuple(x for x, place in zip(traced.inputs, order, strict=True) if place is not None)
+    program = torch.export.export(_with_constants(traced, order), examples, strict=False)
     slots: list[Any] = [_value(name, x) for name, x in named]
     manifest = Manifest(
         facts_for(seen(mesh), _ranks(mesh)),
@@ -112,8 +114,8 @@ def _given(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
     """The example inputs by the names that the model gives them."""
     names = list[str]()
     with contextlib.suppress(ValueError):  # a function of torch's own has no signature
-        told = inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters.values()
-        names = [p.name for p in told if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        declared = inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters.values()
+        names = [p.name for p in declared if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     found, structure = leaves_with_paths((args, dict(sorted(kwargs.items()))))
 
     def name(path: str) -> str:
@@ -126,7 +128,7 @@ def _given(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
 
 
 def _argument(name: str, x: Any, mesh: Mesh) -> Any:
-    """What stands for an input of the example while the program is traced: each another one, as those of a call may be."""
+    """The tensor that replaces an example input while the program is traced; a new one each time."""
     if isinstance(x, DTensor):
         return stand_in(x.detach(), mesh, f"input {name}")
     if isinstance(x, Tensor):
@@ -137,7 +139,7 @@ def _argument(name: str, x: Any, mesh: Mesh) -> Any:
 
 
 def _parameters(model: Any, mesh: Mesh) -> dict[str, Tensor]:
-    """What stands for the parameters and buffers of a model, by every name they have; one with two names is one.
+    """The tensors that replace the parameters and buffers of a model, by every name; one with two names is replaced by one.
 
     Plain buffers that no state dict has are left out: they become constants of the program.
     """
@@ -150,16 +152,6 @@ def _parameters(model: Any, mesh: Mesh) -> dict[str, Tensor]:
         kind = "parameter" if isinstance(x, nn.Parameter) else "buffer"
         made[id(x)] = made[id(x)] if id(x) in made else stand_in(x, mesh, f"{kind} {name}")
     return {name: made[id(x)] for name, x in found.items()}
-
-
-def _order(traced: Traced, known: Sequence[Any]) -> list[int | None]:
-    """For each input of the program its place among the known ones; none for a constant."""
-    places = {id(local_of(x)): place for place, x in enumerate(known) if isinstance(x, Tensor)}
-    return [places.get(id(x)) for x in traced.inputs]
-
-
-def _examples(traced: Traced, order: Sequence[int | None]) -> tuple[Tensor, ...]:
-    return tuple(x for x, place in zip(traced.inputs, order, strict=True) if place is not None)
 
 
 def _with_constants(traced: Traced, order: Sequence[int | None]) -> GraphModule:

@@ -1,4 +1,4 @@
-"""`load_package`: what `export` wrote, ready to be called. Nothing is traced or decided, and the compiler is not imported."""
+"""`load_package`: loads a package that `export` wrote, and runs its program. Nothing is traced, and no compiler is imported."""
 
 from __future__ import annotations
 
@@ -66,25 +66,28 @@ class Package:
                 f"the package takes {len(self._manifest.parameters)} parameters and buffers; bind them first: "
                 "load_package(path, parameters=model), or package.bind(model)"
             )
-        values, told = self._flat(args, kwargs), self._manifest
-        for slot, value in zip(told.arguments, values, strict=True):
+        values, manifest = self._flat(args, kwargs), self._manifest
+        for slot, value in zip(manifest.arguments, values, strict=True):
             _check(slot, f"input {slot.name}", value)
-        for slot, parameter in zip(told.parameters, self._parameters, strict=True):
+        for slot, parameter in zip(manifest.parameters, self._parameters, strict=True):
             _check(slot, f"parameter {slot.name}", parameter)
-        slots, given = (*told.parameters, *told.arguments), (*self._parameters, *values)
+        slots, given = (*manifest.parameters, *manifest.arguments), (*self._parameters, *values)
         with errors_of_ranks():
-            outputs = self._loader.boxed_run([_local(slots[place], given[place]) for place in told.order])
+            outputs = self._loader.boxed_run([_local(slots[place], given[place]) for place in manifest.order])
         self._check_outputs(outputs)
-        for place, at in told.writes:
+        for place, at in manifest.writes:
             _held(slots[place], given[place]).copy_(outputs[at])
-        results = [value.value if at is None else _wrapped(value, outputs[at]) for at, value in self._manifest.results]
+        results = [
+            value.value if at is None else outputs[at] if value.layout is None else wrap(DTensor, outputs[at], value.layout)
+            for at, value in manifest.results
+        ]
         return tree_unflatten(results, self._gives)
 
     def _check_outputs(self, outputs: list[Tensor]) -> None:
-        """Refuse what the manifest does not tell of: one that was forged may tell of anything."""
-        told = self._manifest
-        slots = (*told.parameters, *told.arguments)
-        for at, slot in (*told.results, *((at, slots[place]) for place, at in told.writes)):
+        """Refuse outputs that differ from the manifest, which may be forged."""
+        manifest = self._manifest
+        slots = (*manifest.parameters, *manifest.arguments)
+        for at, slot in (*manifest.results, *((at, slots[place]) for place, at in manifest.writes)):
             if at is None:
                 continue
             found = f"gives {len(outputs)}" if at >= len(outputs) else f"gives {outputs[at].dtype} {list(outputs[at].shape)}"
@@ -155,15 +158,15 @@ def _check(slot: Slot | Fixed, what: str, value: Any, whole_will_do: bool = Fals
     else:
         fits = whole_will_do and isinstance(value, Tensor) and _facts(value)[:2] == (tuple(slot.layout.shape), slot.dtype)
     if not fits:
-        raise OperatorError(f"{what} is a {slot} in this package, given is {_told(value, slot)}")
+        raise OperatorError(f"{what} is a {slot} in this package, given is {_description(value, slot)}")
 
 
 def _facts(value: Tensor) -> tuple[tuple[int, ...], torch.dtype, str]:
     return tuple(value.shape), value.dtype, value.device.type
 
 
-def _told(value: Any, slot: Slot) -> str:
-    """What was given, with what is wrong about it."""
+def _description(value: Any, slot: Slot) -> str:
+    """An argument in words, with its difference from a slot and the remedy."""
     if isinstance(value, DTensor):
         have, want = value._layout, slot.layout
         if want is None:
@@ -207,7 +210,3 @@ def _local(slot: Any, value: Any) -> Tensor:
 
 def _held(slot: Any, value: Any) -> Tensor:
     return value.detach() if slot.layout is None else value._local
-
-
-def _wrapped(slot: Any, output: Tensor) -> Tensor:
-    return output if slot.layout is None else wrap(DTensor, output, slot.layout)

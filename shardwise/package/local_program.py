@@ -1,14 +1,13 @@
-"""The local program of a model for every rank of a job, traced in one process, whether the job is there or not.
+"""Traces the local program of a model, which serves every rank of a job, in one process, with or without the job.
 
-Tensors of the model and of the example stand on the same mesh of processes, each as one rank's shard without its values. What
-`sw.capture` does then gives a graph of local operators and collectives. It is called once, with an inner function that only
-makes results of the right shapes: that tells which inputs the graph takes and what becomes of its outputs.
+The tensors of the model and of the example are replaced by one rank's shards without values, on the same mesh of processes.
+They are traced as in `sw.capture`, to a graph of local operators and collectives. The traced function is called once with a
+program that only makes results of the right shapes, to find out which inputs the graph takes and where its outputs go.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +21,10 @@ from .._torch.compiler import local_graphs
 from ..comm import Bundle, seen
 from ..comm.rank_specific import only_alike, refuse_unequal
 from ..errors import CompileError
-from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..programs.passes.graph import remove_dead
 from ..programs.passes.order import improve
+from ..programs.show import FRAME
 from ..programs.training_step import traceable, whole_steps
 from ..redistribution.run import whole_moves
 from ..tensor.dtensor import DTensor
@@ -33,7 +32,6 @@ from ..tensor.wrapping import wrap
 from .collectives import carry
 
 _TORCH = str(Path(torch.__file__).parent)
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 class Traced(NamedTuple):
@@ -61,18 +59,14 @@ def stand_in(x: Tensor, mesh: Mesh, name: str) -> Tensor:
     if seen(layout.mesh.root) is not seen(mesh.root):
         raise CompileError(f"{name} lives on the mesh {layout.mesh}, the package is for {mesh}; move it there first")
     if not layout.even:
-        _refuse_uneven(name, layout)
+        try:
+            refuse_unequal(layout)
+        except CompileError as error:
+            raise CompileError(f"{name}: {error}") from None
     layout = layout.replace(mesh=seen(layout.mesh))
     shard = x._local.shards[0] if isinstance(x._local, Bundle) else x._local
     found: DTensor = wrap(DTensor, torch.zeros_like(shard, device=layout.device), layout)
     return nn.Parameter(found, requires_grad=False) if isinstance(x, nn.Parameter) else found
-
-
-def _refuse_uneven(name: str, layout: Layout) -> None:
-    try:
-        refuse_unequal(layout)
-    except CompileError as error:
-        raise CompileError(f"{name}: {error}") from None
 
 
 # ── tracing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -83,18 +77,14 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     those of the model and of the example."""
     copied, written = set[int](), list[int]()
     while True:
-        before = [_version(x) for x in known]
+        before = [x._version for x in known]
         traced = _Tracing(function, known, copied, written).run(args, kwargs)
         # Results that share memory with an input, and what is written to inputs, are no outputs of the graph: copies are.
         shared = {i for i, x in enumerate(traced.results) if isinstance(x, Tensor) and traced.outputs[i] is None}
-        changed = [i for i, x in enumerate(known) if _version(x) != before[i]]
+        changed = [i for i, x in enumerate(known) if x._version != before[i]]
         if shared <= copied and changed == written:
             return traced
         copied, written = copied | shared, changed
-
-
-def _version(x: Tensor) -> int:
-    return x._version
 
 
 class _Tracing:
@@ -139,7 +129,7 @@ class _Tracing:
             own = [x if id(local_of(x)) in known else _constant(name, x) for name, x in zip(names, given, strict=True)]
             results = run(*own)
             for name, x, was in zip(names, own, given, strict=True):
-                if x is not was and _version(x):
+                if x is not was and x._version:
                     raise CompileError(
                         f"the function writes to a plain tensor {list(x.shape)} ({name}) that is no input, parameter or saved "
                         "buffer of the model: in a package it is a constant; pass it, or register it as a buffer"
@@ -182,7 +172,7 @@ def _cause(error: BaseException) -> BaseException:
         found = found.__cause__ or found.__context__
     if found is None or found is error:
         return error
-    frames = [frame for frame in _FRAME.findall(str(error)) if not frame[0].startswith(_TORCH)]
+    frames = [frame for frame in FRAME.findall(str(error)) if not frame[0].startswith(_TORCH)]
     where = f" ({Path(frames[-1][0]).name}:{frames[-1][1]}, in {frames[-1][2]})" if frames else ""
     return CompileError(f"{found}{where}")
 

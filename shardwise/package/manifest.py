@@ -1,8 +1,8 @@
-"""Manifest: what a package says of itself, as JSON beside the compiled program: for which torch, Shardwise, job and chip it
-is, and what goes in and comes out. All of it is judged before any native code is loaded.
+"""The manifest of a package: JSON beside the compiled program that names its torch, Shardwise, job and chip, and describes its
+inputs and outputs. It is checked before any native code is loaded.
 
-A package ends with a digest of all its bytes before that. The digest tells damage, and forgery it does not, so everything that
-a manifest says is also checked for its form, its bounds and against the rest of it: what makes no sense is refused.
+A package ends with a digest of all its bytes before that. The digest detects damage, not forgery, so every entry of a manifest
+is also checked for its form, its bounds and against the other entries.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from ..errors import CompileError
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..layouts.placement import KINDS
-from ..programs.job.serialize import processor
-from ..propagation.fingerprint import VERSION, library_key
+from ..programs.job.serialize import check_versions, processor, versions
 
 _FILE = "extra/shardwise.json"
 #: What a package ends with, as the comment of the archive: a digest in hexadecimal digits.
@@ -93,14 +92,14 @@ class Manifest(NamedTuple):
 
 def write(path: Path, manifest: Manifest) -> None:
     """Put a manifest into the archive of a compiled program, and seal the archive."""
-    told = {
+    entries = {
         **manifest._asdict(),
         "parameters": [_write_value(slot) for slot in manifest.parameters],
         "arguments": [_write_value(value) for value in manifest.arguments],
         "results": [[at, _write_value(value)] for at, value in manifest.results],
     }
     with zipfile.ZipFile(path, "a") as archive:
-        archive.writestr(f"{_root(archive)}/{_FILE}", json.dumps(told))
+        archive.writestr(f"{_root(archive)}/{_FILE}", json.dumps(entries))
     seal(path)
 
 
@@ -131,17 +130,20 @@ def read(path: Path) -> Manifest:
     """The manifest of a package, if that fits here."""
     source = f"package {str(path)!r}"
     try:
-        told = _opened(path, source)
+        entries = _opened(path, source)
     except (FileNotFoundError, CompileError):
         raise
     except Exception as error:  # whatever reading an archive that somebody wrote may raise
         raise CompileError(f"{source} is cut short or damaged: {error}; copy or export it again") from None
     try:
-        facts = _read_facts(told)
-        _check_makers(facts, source)
+        facts = _read_facts(entries)
+        check_versions(facts, versions(), source, "export the model again")
         mesh = _read_mesh(facts)
-        _check_device(mesh, source)
-        return _read_manifest(told, mesh)
+        if mesh.device != "cpu" and not torch.get_device_module(torch.device(mesh.device)).is_available():
+            raise CompileError(
+                f"{source} is for the device {mesh.device!r}, and there is none here; export it for another device"
+            )
+        return _read_manifest(entries, mesh)
     except CompileError:
         raise
     except Exception as error:  # as above: numbers, names and texts that nobody has looked at yet
@@ -157,7 +159,7 @@ def _opened(path: Path, source: str) -> Any:
         names = archive.namelist()
         name = f"{_root(archive)}/{_FILE}"
         if name not in names:
-            raise CompileError(f"{source} is nothing that sw.export wrote; export the model again with this library")
+            raise CompileError(f"{source} was not written by sw.export; export the model again with this library")
         if not whole:
             raise ValueError("its bytes are not those that were written")
         _check_members(archive)
@@ -196,8 +198,8 @@ def _require(holds: bool, what: str) -> None:
         raise ValueError(what)
 
 
-def _keys(told: Any, names: Sequence[str], what: str) -> None:
-    _require(type(told) is dict and set(told) == set(names), f"{what} has other entries than {', '.join(names)}")
+def _keys(entries: Any, names: Sequence[str], what: str) -> None:
+    _require(type(entries) is dict and set(entries) == set(names), f"{what} has other entries than {', '.join(names)}")
 
 
 def _number(value: Any, end: float, what: str) -> int:
@@ -206,9 +208,9 @@ def _number(value: Any, end: float, what: str) -> int:
     return value
 
 
-def _read_facts(told: Any) -> dict[str, Any]:
-    _keys(told, Manifest._fields, "the manifest")
-    facts = told["facts"]
+def _read_facts(entries: Any) -> dict[str, Any]:
+    _keys(entries, Manifest._fields, "the manifest")
+    facts = entries["facts"]
     _keys(facts, tuple(_FACTS), "what it is for")
     for name, kind in _FACTS.items():
         _require(type(facts[name]) is kind, f"{name} is {facts[name]!r}, and is a {kind.__name__}")
@@ -227,25 +229,25 @@ def _read_mesh(facts: dict[str, Any]) -> Mesh:
     return mesh
 
 
-def _read_manifest(told: dict[str, Any], mesh: Mesh) -> Manifest:
-    parameters = tuple(_read_slot(value, mesh) for value in told["parameters"])
-    arguments = tuple(_read_value(value, mesh) for value in told["arguments"])
+def _read_manifest(entries: dict[str, Any], mesh: Mesh) -> Manifest:
+    parameters = tuple(_read_slot(value, mesh) for value in entries["parameters"])
+    arguments = tuple(_read_value(value, mesh) for value in entries["arguments"])
     known = (*parameters, *arguments)
     for slot in known:
         _require(isinstance(slot, Fixed) or _is_dense(slot), f"{slot.name}: its stride has gaps")
-    order = tuple(_number(place, len(known), "an input") for place in told["order"])
-    results = tuple(_read_result(at, value, mesh) for at, value in told["results"])
+    order = tuple(_number(place, len(known), "an input") for place in entries["order"])
+    results = tuple(_read_result(at, value, mesh) for at, value in entries["results"])
     writes = tuple(
-        (_number(place, len(known), "what is written to"), _number(at, math.inf, "output")) for place, at in told["writes"]
+        (_number(place, len(known), "what is written to"), _number(at, math.inf, "output")) for place, at in entries["writes"]
     )
     taken = [*order, *(place for place, _ in writes)]
     _require(all(isinstance(known[place], Slot) for place in taken), "an input of the program is no tensor")
     _require(len(set(order)) == len(order), "an input of the program is given twice")
     _require(len({slot.name for slot in parameters}) == len(parameters), "two parameters have one name")
     for text, several in (("takes", arguments), ("gives", results)):
-        found = treespec_loads(checked_nesting(told[text])).num_leaves
+        found = treespec_loads(checked_nesting(entries[text])).num_leaves
         _require(found == len(several), f"{text!r} nests {found} values, and there are {len(several)}")
-    return Manifest(told["facts"], parameters, arguments, told["takes"], order, results, told["gives"], writes)
+    return Manifest(entries["facts"], parameters, arguments, entries["takes"], order, results, entries["gives"], writes)
 
 
 def checked_nesting(text: str) -> str:
@@ -268,34 +270,36 @@ def checked_nesting(text: str) -> str:
     return text
 
 
-def _read_result(at: Any, told: Any, mesh: Mesh) -> tuple[int | None, Slot | Fixed]:
-    value = _read_value(told, mesh)
+def _read_result(at: Any, entries: Any, mesh: Mesh) -> tuple[int | None, Slot | Fixed]:
+    value = _read_value(entries, mesh)
     _require((at is None) == isinstance(value, Fixed), f"{value.name} is no tensor and an output, or neither")
     return None if at is None else _number(at, math.inf, "output"), value
 
 
-def _read_value(told: Any, mesh: Mesh) -> Slot | Fixed:
-    if type(told) is dict and "value" in told:
-        _keys(told, Fixed._fields, "a value")
-        _require(type(told["name"]) is str and type(told["value"]) in _PLAIN, f"{told['name']!r} is no number and no text")
-        return Fixed(**told)
-    return _read_slot(told, mesh)
+def _read_value(entries: Any, mesh: Mesh) -> Slot | Fixed:
+    if type(entries) is dict and "value" in entries:
+        _keys(entries, Fixed._fields, "a value")
+        _require(
+            type(entries["name"]) is str and type(entries["value"]) in _PLAIN, f"{entries['name']!r} is no number and no text"
+        )
+        return Fixed(**entries)
+    return _read_slot(entries, mesh)
 
 
-def _read_slot(told: Any, mesh: Mesh) -> Slot:
-    _keys(told, Slot._fields, "a tensor")
-    name, dtype = told["name"], getattr(torch, told["dtype"])
-    _require(type(name) is str and isinstance(dtype, torch.dtype), f"{name!r} has no dtype {told['dtype']!r}")
-    shape = tuple(_number(n, math.inf, f"{name}: a size") for n in told["shape"])
-    stride = tuple(_number(n, math.inf, f"{name}: a stride") for n in told["stride"])
+def _read_slot(entries: Any, mesh: Mesh) -> Slot:
+    _keys(entries, Slot._fields, "a tensor")
+    name, dtype = entries["name"], getattr(torch, entries["dtype"])
+    _require(type(name) is str and isinstance(dtype, torch.dtype), f"{name!r} has no dtype {entries['dtype']!r}")
+    shape = tuple(_number(n, math.inf, f"{name}: a size") for n in entries["shape"])
+    stride = tuple(_number(n, math.inf, f"{name}: a stride") for n in entries["stride"])
     _require(len(shape) == len(stride), f"{name} has {len(shape)} sizes and {len(stride)} strides")
     layout, kind = None, torch.device(mesh.device).type
-    _require(told["device"] in ("cpu", kind), f"{name} is on {told['device']!r}, and the mesh on {mesh.device}")
-    if told["layout"] is not None:
-        layout = _read_layout(told["layout"], mesh)
-        fits = layout.local_shape(0) == shape and layout.dtype == dtype and told["device"] == kind
-        _require(fits, f"{name} is {layout}, of which no rank holds {dtype} {list(shape)} on {told['device']}")
-    return Slot(name, layout, shape, stride, dtype, told["device"])
+    _require(entries["device"] in ("cpu", kind), f"{name} is on {entries['device']!r}, and the mesh on {mesh.device}")
+    if entries["layout"] is not None:
+        layout = _read_layout(entries["layout"], mesh)
+        fits = layout.local_shape(0) == shape and layout.dtype == dtype and entries["device"] == kind
+        _require(fits, f"{name} is {layout}, of which no rank holds {dtype} {list(shape)} on {entries['device']}")
+    return Slot(name, layout, shape, stride, dtype, entries["device"])
 
 
 def _is_dense(slot: Slot) -> bool:
@@ -332,14 +336,7 @@ def _read_layout(text: str, mesh: Mesh) -> Layout:
 
 def facts_for(mesh: Mesh, ranks: int) -> dict[str, Any]:
     """What a package made here for a mesh, in a job of so many ranks, is for."""
-    return {
-        "torch": torch.__version__,
-        "version": VERSION,
-        "library": library_key(),
-        "chip": _chip(mesh.device),
-        "mesh": mesh.text,
-        "ranks": ranks,
-    }
+    return {**versions(), "chip": _chip(mesh.device), "mesh": mesh.text, "ranks": ranks}
 
 
 def _chip(device: str) -> str:
@@ -349,29 +346,12 @@ def _chip(device: str) -> str:
     return f"{torch.cuda.get_device_name()} {'.'.join(map(str, torch.cuda.get_device_capability()))}"
 
 
-def _check_makers(facts: dict[str, Any], source: str) -> None:
-    """Refuse what another torch or Shardwise made."""
-    for name, made, here in (("torch", facts["torch"], torch.__version__), ("Shardwise", facts["version"], VERSION)):
-        if made != here:
-            raise CompileError(f"{source} is for {name} {made}, this is {name} {here}; export the model again with this one")
-    if facts["library"] != library_key():
-        made, here = (key.partition(" ")[2] for key in (facts["library"], library_key()))
-        raise CompileError(
-            f"{source} is for a Shardwise {VERSION} with other rules or code ({made}, here {here}); export the model again here"
-        )
-
-
-def _check_device(mesh: Mesh, source: str) -> None:
-    if not _is_there(mesh.device):
-        raise CompileError(f"{source} is for the device {mesh.device!r}, and there is none here; export it for another device")
-
-
 def check_world(manifest: Manifest, source: str, given: Mesh | None) -> Mesh:
     """The mesh of a package, if this process is in a job for which it was made."""
     mesh, ranks = Mesh.read(manifest.facts["mesh"]), manifest.facts["ranks"]
     if given is not None and given is not mesh:
         raise CompileError(
-            f"{source} is for the mesh {_told(mesh)}, given is {_told(given)}; make such a mesh, or export for this one"
+            f"{source} is for the mesh {_as_text(mesh)}, given is {_as_text(given)}; make such a mesh, or export for this one"
         )
     if manifest.facts["chip"] != _chip(mesh.device):
         raise CompileError(
@@ -380,22 +360,18 @@ def check_world(manifest: Manifest, source: str, given: Mesh | None) -> Mesh:
     there = join(mesh.device)
     if not there:
         raise CompileError(
-            f"{source} is for a job of {ranks} ranks with the mesh {_told(mesh)}, and no job is running; start it by torchrun, "
-            "or call torch.distributed.init_process_group first"
+            f"{source} is for a job of {ranks} ranks with the mesh {_as_text(mesh)}, and no job is running; start it by "
+            "torchrun, or call torch.distributed.init_process_group first"
         )
     if there != ranks:
         raise CompileError(
-            f"{source} is for a job of {ranks} ranks with the mesh {_told(mesh)}, this one has {there} ranks; "
+            f"{source} is for a job of {ranks} ranks with the mesh {_as_text(mesh)}, this one has {there} ranks; "
             f"start {ranks}, or export for a mesh of this job"
         )
     return mesh
 
 
-def _is_there(device: str) -> bool:
-    return device == "cpu" or torch.get_device_module(torch.device(device)).is_available()
-
-
-def _told(mesh: Mesh) -> str:
-    """A mesh with what tells it from others of its shape."""
+def _as_text(mesh: Mesh) -> str:
+    """A mesh with its ranks, device and world where they are not the usual ones."""
     ranks = "" if mesh.ranks == tuple(range(len(mesh.ranks))) else f" of ranks {list(mesh.ranks)}"
     return f"{mesh}{ranks} on {mesh.device}" + (" (simulated)" if mesh.world == "simulated" else "")

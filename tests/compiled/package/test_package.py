@@ -463,7 +463,7 @@ def test_damaged(cut: Callable[[bytes], bytes], text: str, tmp_path: Path) -> No
 def test_other_archives_and_no_file(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
         archive.writestr("model/version", "1")
-    with pytest.raises(sw.CompileError, match=r"is nothing that sw\.export wrote; export the model again with this library"):
+    with pytest.raises(sw.CompileError, match=r"was not written by sw\.export; export the model again with this library"):
         sw.load_package(tmp_path / "other.pt2")
     with pytest.raises(FileNotFoundError):
         sw.load_package(tmp_path / "none.pt2")
