@@ -74,3 +74,7 @@ class RankError(ShardwiseError, RuntimeError):
 
 class WorldError(ShardwiseError, RuntimeError):
     """Ranks that disagree, or a world that is not there."""
+
+
+class Unsettled(TypeError):  # so that a look-up by what has no hash fails as any other does
+    """A signal, no error: in a trace with symbolic sizes something depends on the very size, which has to be specialised."""

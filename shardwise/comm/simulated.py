@@ -11,15 +11,15 @@ tensor([2., 2.])
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch.compiler import untraced
-from .._torch.tensors import OpOverload, make_wrapper, no_dispatch, no_torch_function, schema, storage_of
+from .._torch.tensors import OpOverload, make_wrapper, no_dispatch, no_torch_function, storage_of
 from ..base.argument_checks import a_tensor, flag, integers, optional, several
+from ..base.schema import schema_of
 from ..errors import MeshError, WorldError
 from ..layouts.layout import PerRank
 from ..layouts.mesh import Mesh, index_of
@@ -37,17 +37,16 @@ def _everywhere(
     if stands_back(cls, types):
         return NotImplemented
     kwargs = kwargs or {}
-    places = range(_places((args, kwargs)))
-    written = _writes(func)
-    if written is not None and len(places) > 1:
-        written.check(func, args, kwargs)
-    outs = [func(*_at_place(args, place), **(kwargs and _at_place(kwargs, place))) for place in places]
+    places = _places((args, kwargs))
+    if places > 1 and schema_of(func).written:
+        _check_writes(func, args, kwargs)
+    outs = [func(*at, **named) for at, named in zip(_by_place(args, places), _by_place(kwargs, places), strict=True)]
     return outputs(func, _bundled(outs, func), args, kwargs)
 
 
 def stands_back(cls: type, types: Sequence[type]) -> bool:
     """Whether another wrapper (a DTensor around local values, say) knows better what to do with the local values beside it."""
-    return any(kind is not cls and hasattr(kind, "__tensor_flatten__") for kind in types)
+    return any([hasattr(kind, "__tensor_flatten__") for kind in types if kind is not cls])
 
 
 @untraced
@@ -63,22 +62,9 @@ class Bundle(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[Bundle], shards: Iterable[Tensor], requires_grad: bool = False, stride: Any = None) -> Bundle:
-        shards = _checked_shards(shards)
-        first = shards[0]
         flag(requires_grad, "Bundle: requires_grad")
         optional(integers, stride, "Bundle: stride", 0)
-        self: Bundle = make_wrapper(
-            cls,
-            first.shape,
-            strides=first.stride() if stride is None or first.numel() else stride,  # strides of nothing mean nothing
-            storage_offset=first.storage_offset(),
-            dtype=first.dtype,
-            layout=first.layout,
-            device=first.device,
-            requires_grad=requires_grad,
-        )
-        self.shards = shards
-        return self
+        return _bundle(_checked_shards(shards), requires_grad, stride)
 
     __torch_function__ = no_torch_function
     __torch_dispatch__: Any = classmethod(_everywhere)
@@ -113,6 +99,23 @@ class Bundle(torch.Tensor):
         return Bundle(shards, stride=stride)
 
 
+def _bundle(shards: tuple[Tensor, ...], requires_grad: bool = False, stride: Any = None) -> Bundle:
+    first = shards[0]
+    strides = first.stride() if stride is None or first.numel() else stride  # strides of nothing mean nothing
+    self: Bundle = make_wrapper(
+        Bundle,
+        first.shape,
+        strides=strides,
+        storage_offset=first.storage_offset(),
+        dtype=first.dtype,
+        layout=first.layout,
+        device=first.device,
+        requires_grad=requires_grad,
+    )
+    self.shards = shards
+    return self
+
+
 def _checked_shards(shards: Any) -> tuple[Tensor, ...]:
     shards = several(shards, "Bundle: shards", "several tensors, one for each place")
     if not shards:
@@ -135,88 +138,56 @@ def _rebuild(shards: list[Tensor], requires_grad: bool) -> Bundle:
 torch.serialization.add_safe_globals([_rebuild])
 
 
-class _Writes(NamedTuple):
-    """Which outputs of an operator are arguments that it wrote to, by position and by name (None: a new value); and all
-    arguments that it writes to."""
-
-    sources: tuple[tuple[int, str] | None, ...]
-    reshapes: bool
-    targets: tuple[tuple[int, str], ...]
-
-    def check(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse to write what every place has into one ordinary tensor: one value after the other would land there."""
-        for position, name in self.targets:
-            target = kwargs[name] if name in kwargs else args[position] if position < len(args) else None
-            for x in target if isinstance(target, list | tuple) else (target,):
-                if isinstance(x, Tensor) and not isinstance(x, Bundle):
-                    raise WorldError(
-                        f"{func} writes a Bundle, one value for each rank, into an ordinary tensor of shape {list(x.shape)}, "
-                        "which all simulated ranks share; give every rank its own: sw.Bundle([x.clone() for each rank])"
-                    )
-
-    def outputs(self, outs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The outputs, with each written argument itself in place of the bundle made for it."""
-        if not self.sources:
-            return outs
-        several = outs if len(self.sources) > 1 else (outs,)
-        found = [
-            out if source is None else kwargs[source[1]] if source[1] in kwargs else args[source[0]]
-            for out, source in zip(several, self.sources, strict=True)
-        ]
-        return tuple(found) if len(self.sources) > 1 else found[0]
+def _check_writes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse to write what every place has into one ordinary tensor: one value after the other would land there."""
+    given = schema_of(func).named(args, kwargs)
+    for name in schema_of(func).written:
+        x = given.get(name)
+        if isinstance(x, Tensor) and not isinstance(x, Bundle):
+            raise WorldError(
+                f"{func} writes a Bundle, one value for each rank, into an ordinary tensor of shape {list(x.shape)}, "
+                "which all simulated ranks share; give every rank its own: sw.Bundle([x.clone() for each rank])"
+            )
 
 
 def outputs(func: OpOverload, outs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operator on wrappers gives, from the wrapped results that it gave on what they wrap."""
-    written = _writes(func)
-    if written is None:
-        return outs
-    if written.reshapes:
+    """What an operator on wrappers gives, from the wrapped results that it gave on what they wrap: each written argument itself
+    in the place of the wrapper made for it."""
+    facts = schema_of(func)
+    if facts.reshapes:
         with no_dispatch():  # the wrapper's own sizes and strides change with those of its shards
             func(*args, **kwargs)
-    return written.outputs(outs, args, kwargs)
-
-
-@lru_cache(maxsize=4096)
-def _writes(func: OpOverload) -> _Writes | None:
-    signature = schema(func)
-    owner: dict[str, tuple[int, str]] = {}
-    for position, argument in enumerate(signature.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            owner |= dict.fromkeys(argument.alias_info.before_set, (position, argument.name))
-    if not owner:
-        return None
-    labels = [result.alias_info.before_set if result.alias_info else () for result in signature.returns]
-    sources = tuple(next((owner[name] for name in names if name in owner), None) for names in labels)
-    return _Writes(sources, torch.Tag.inplace_view in func.tags, tuple(dict.fromkeys(owner.values())))
+    if not facts.written or not facts.returns:
+        return outs
+    given = facts.named(args, kwargs)
+    several = outs if len(facts.returns) > 1 else (outs,)
+    found = [out if name is None else given[name] for out, name in zip(several, facts.returns, strict=True)]
+    return tuple(found) if len(found) > 1 else found[0]
 
 
 # ── shards out of arguments, bundles out of results ───────────────────────────────────────────────────────────────────
 
 
-def _at_place(value: Any, place: int) -> Any:
-    """`value` with every Bundle and PerRank in it (through lists, tuples and dicts) replaced by that place's own."""
-    if isinstance(value, Bundle):
-        return value.shards[place]
-    if isinstance(value, PerRank):
-        return value.at(place)
+def _by_place(value: Any, places: int) -> Sequence[Any]:
+    """For each place `value`, with the place's own for every Bundle and PerRank in it (through lists, tuples and dicts)."""
     kind = type(value)
     if kind is tuple or kind is list:
-        return kind([_at_place(item, place) for item in value])
+        columns = [_by_place(item, places) for item in value]
+        return [kind([column[place] for column in columns]) for place in range(places)]
     if kind is dict:
-        return {key: _at_place(item, place) for key, item in value.items()}
-    return value
+        rows = _by_place(list(value.values()), places)
+        return [dict(zip(value, row, strict=True)) for row in rows]
+    if isinstance(value, Bundle):
+        return value.shards
+    return [value.at(place) for place in range(places)] if isinstance(value, PerRank) else (value,) * places
 
 
 def _places(value: Any) -> int:
     """The number of places of the bundles in `value`; 0 if there is none."""
-    if isinstance(value, Bundle):
-        return len(value.shards)
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, tuple | list):
-        return 0
-    found = {count for count in map(_places, value) if count}
+    kind = type(value)
+    if kind is not tuple and kind is not list and kind is not dict:
+        return len(value.shards) if isinstance(value, Bundle) else 0
+    found = {count for item in (value.values() if kind is dict else value) if (count := _places(item))}
     if len(found) > 1:
         raise WorldError(f"bundles of {sorted(found)} places in one operator; they come from meshes of different sizes")
     return found.pop() if found else 0
@@ -226,7 +197,8 @@ def _bundled(outs: list[Any], what: object) -> Any:
     """One result from the results at every place."""
     first = outs[0]
     if isinstance(first, Tensor):
-        return Bundle(outs)
+        alike = len({(type(out), out.dtype, out.device) for out in outs}) == 1 and type(first) is Tensor
+        return _bundle(tuple(outs)) if alike else Bundle(outs)
     if first is None:
         return None
     if isinstance(first, tuple | list):
@@ -292,12 +264,13 @@ class Simulated:
     def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Shard each shard by `send` and put together what each place receives."""
         shards, out = _shards(x, mesh), {}
+        sends, receives = _by_place(send, len(shards)), _by_place(receive, len(shards))
         for group in mesh.groups(axes):
-            parcels = [shards[place].split(list(_at_place(send, place))) for place in group]
+            parcels = [shards[place].split(list(sends[place])) for place in group]
             for index, place in enumerate(group):
                 coming = [parcel[index] for parcel in parcels]
                 counts = tuple(len(shard) for shard in coming)
-                if counts != (expected := tuple(_at_place(receive, place))):
+                if counts != (expected := tuple(receives[place])):
                     raise WorldError(
                         f"all_to_all over axes {axes}: place {place} expects {expected} elements from places {group}, "
                         f"which send it {counts}"
@@ -329,7 +302,7 @@ class Simulated:
     def each(self, function: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
         """Call the function once for each place, with that place's arguments."""
         _check_places(_places(args), mesh)
-        return _bundled([function(*_at_place(args, place)) for place in range(len(mesh.ranks))], function)
+        return _bundled([function(*at) for at in _by_place(args, len(mesh.ranks))], function)
 
     def number(self, value: PerRank, mesh: Mesh) -> Tensor:
         """One int64 per place."""

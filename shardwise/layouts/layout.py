@@ -24,7 +24,7 @@ from .._torch.compiler import OpaqueBaseMeta, constant_type
 from .._torch.symbols import hint
 from ..base.argument_checks import a_dtype, a_text, instance, integer, integers, optional, refuse, several, shown
 from ..base.caches import intern
-from ..errors import LayoutError
+from ..errors import LayoutError, Unsettled
 from .dims import shards_of
 from .dtypes import DTYPES
 from .factor import (
@@ -322,7 +322,9 @@ class SymbolicLayout(Layout):
     """
 
     __slots__ = ("_concrete",)
-    __eq__ = Layout.__eq__  # which takes the hash away
+
+    def __hash__(self) -> int:
+        raise Unsettled(f"{self!r} has no hash: what is kept by it would hold for sizes that are symbols of one trace")
 
     @property
     def concrete(self) -> Layout:

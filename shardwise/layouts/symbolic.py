@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from torch import SymInt
 
 from .._torch.symbols import hint, known
+from ..errors import Unsettled
 from .factor import Dim, Factor
 
 Dims = tuple[Dim, ...]
@@ -35,7 +36,7 @@ def has_symbols(dims: Dims, stride: Stride) -> bool:
 def refuse_uneven(dims: Dims) -> None:
     """Raise where shards of a symbolic size differ: which rank holds how much would be part of the program."""
     if any(isinstance(f.size, SymInt) and any(n != f.sizes[0] for n in f.sizes) for dim in dims for f in dim):
-        raise TypeError("uneven shards of a symbolic size depend on the rank: the size has to be specialised")
+        raise Unsettled("uneven shards of a symbolic size depend on the rank: the size has to be specialised")
 
 
 def guard(dims: Dims, stride: Sequence[int]) -> None:

@@ -7,22 +7,25 @@ one beside it, if it has to be whole), let a partial value pass, or replicate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._torch.symbols import hint
 from ..layouts.layout import Dim, Layout, sharded, whole
 from ..layouts.placement import KINDS
-from ..planning.cost import PER_WORK, Link, change, collective, links
+from ..planning.cost import PER_WORK, change, collective, links
+from ..planning.plan import Plan, plan
 from .notation import Call, Kernel, Proposal, Result, Rule, additive, labels
 
 State = int | str | None
 SWAPPED = {"max": "min", "min": "max"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decision:
     """What to do for one operator on given layouts.
 
@@ -43,6 +46,11 @@ class Decision:
     extra: tuple[Any, ...] = ()
     program: Kernel | None = None
     copy_back: bool = False
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of each move, made once."""
+        return tuple([plan(have, want) for _, have, want in self.moves])
 
     @property
     def simple(self) -> bool:
@@ -85,7 +93,7 @@ def offers(rule: Rule, call: Call) -> list[Candidate]:
     bound = _bind(rule, call)
     nothing = Candidate((None,) * len(call.tensors), (None,) * len(bound.outputs))
     every = [names[i] for names in bound.inputs for i in range(len(names))]
-    return list(dict.fromkeys((nothing, *_passes(rule, bound, KINDS), *_cuts(rule, bound, every))))
+    return list(dict.fromkeys((nothing, *_passes(rule, bound, KINDS), *_shardings(rule, bound, every))))
 
 
 def along(rule: Rule, call: Call, choices: dict[str, Candidate]) -> Decision:
@@ -108,8 +116,7 @@ def _from_proposal(proposal: Proposal, call: Call) -> Decision:
 # ── binding a sentence to a call ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
+class Bound(NamedTuple):
     """A sentence with its letters bound: labels per tensor and per result, sizes per label, tensors linear together, those that
     partial values pass through, labels that cannot be sharded, and which results are the same on every rank whatever is
     sharded."""
@@ -134,45 +141,41 @@ def _bind(rule: Rule, call: Call) -> Bound:
     for slot, index in enumerate(call.slots):
         if index is None:
             continue
-        names = labels(rule.inputs[min(slot, last)], call, call.tensors[index].ndim)
+        names = labels(rule.inputs[slot if slot < last else last], call, call.tensors[index].ndim)
         named[index] = names
         for label, size in zip(names, call.tensors[index].shape, strict=True):
             if sizes.get(label, 1) == 1:
                 sizes[label] = size
-    inputs = tuple(
-        tuple(label if size == sizes[label] else None for label, size in zip(names, t.shape, strict=True))
-        for names, t in zip(named, call.tensors, strict=True)
-    )
+    inputs = tuple([_of_size(names, t.shape, sizes) for names, t in zip(named, call.tensors, strict=True)])
     last = len(rule.outputs) - 1
+    patterns = [rule.outputs[i if i < last else last] for i in range(len(call.results))]
     outputs = tuple(
-        tuple(
-            label if size == sizes.get(label or "", size) else None
-            for label, size in zip(
-                _output_labels(rule, call, rule.outputs[min(i, last)], named, len(result.shape)),
-                result.shape,
-                strict=True,
-            )
-        )
-        for i, result in enumerate(call.results)
+        [
+            _of_size(_output_labels(rule, call, pattern, named, len(result.shape)), result.shape, sizes)
+            for pattern, result in zip(patterns, call.results, strict=True)
+        ]
     )
     work = 1
     for size in sizes.values():
         work *= hint(size)
-    linear, uncut = tuple(_linear_sets(rule, call)), _whole(rule, call)
-    joint = tuple(indices for group in rule.linear if len(group) > 1 and (indices := _tensors(group, call)))
-    same = tuple(rule.outputs[min(i, last)].same for i in range(len(outputs)))
+    linear, unsharded = _linear_sets(rule, call), _whole(rule, call)
+    joint = tuple([indices for group in rule.linear if len(group) > 1 and (indices := _tensors(group, call))])
     words = rule.passes if isinstance(rule.passes, tuple) else (rule.passes,)
-    passes = tuple((i, word) for i, word in zip(call.slots, words, strict=False) if i is not None and word is not None)
+    passes = tuple([(i, word) for i, word in zip(call.slots, words, strict=False) if i is not None and word is not None])
     together = rule.together if len(call.tensors) == len(rule.inputs) else None  # none of them is a number
-    return Bound(
-        inputs, outputs, sizes, linear, joint, passes, together, uncut, same, call.tensors[0].dtype.is_floating_point, work
-    )
+    same, floating = tuple([pattern.same for pattern in patterns]), call.tensors[0].dtype.is_floating_point
+    return Bound(inputs, outputs, sizes, linear, joint, passes, together, unsharded, same, floating, work)
+
+
+def _of_size(names: Iterable[str | None], shape: Sequence[int], sizes: dict[Any, int]) -> tuple[str | None, ...]:
+    """The labels of dims that have the label's size: not of those that are broadcast."""
+    return tuple([label if size == sizes.get(label, size) else None for label, size in zip(names, shape, strict=True)])
 
 
 def _whole(rule: Rule, call: Call) -> frozenset[str]:
     """The letters that cannot be sharded in this call."""
-    words = (word.partition("?") for word in rule.whole)
-    return frozenset(letter for letter, _, argument in words if not argument or call.arguments[argument])
+    words = [word.partition("?") for word in rule.whole]
+    return frozenset([letter for letter, _, argument in words if not argument or call.arguments[argument]])
 
 
 def _output_labels(rule: Rule, call: Call, pattern: Any, named: list[tuple[str, ...]], ndim: int) -> tuple[str | None, ...]:
@@ -186,19 +189,22 @@ def _output_labels(rule: Rule, call: Call, pattern: Any, named: list[tuple[str, 
     return labels(pattern, call, ndim)
 
 
-def _linear_sets(rule: Rule, call: Call) -> Iterable[tuple[int, ...]]:
+def _linear_sets(rule: Rule, call: Call) -> tuple[tuple[int, ...], ...]:
     """The jointly linear sets as indices of tensors; a number in a set makes the operator affine in it, so it is dropped."""
-    arguments = [call.arguments[name] for name in call.tensor_names]
-    rounded = rule.rounds and not call.tensors[0].dtype.is_floating_point
-    for group in rule.linear if not rounded else ():
-        if not any(slot < len(call.slots) and call.slots[slot] is None and arguments[slot] is not None for slot in group):
-            indices = _tensors(group, call)
-            if indices and additive([*(call.tensors[i].dtype for i in indices), *(r.dtype for r in call.results)]):
-                yield indices
+    if not rule.linear or (rule.rounds and not call.tensors[0].dtype.is_floating_point):
+        return ()
+    given = zip(call.slots, call.tensor_names, strict=False)
+    numbers = {slot for slot, (i, name) in enumerate(given) if i is None and call.arguments[name] is not None}
+    sets = [_tensors(group, call) for group in rule.linear if numbers.isdisjoint(group)]
+    results = {result.dtype for result in call.results}
+    if len(results.union([tensor.dtype for tensor in call.tensors])) > 1:
+        sets = [indices for indices in sets if additive([*results, *(call.tensors[i].dtype for i in indices)])]
+    return tuple([indices for indices in sets if indices])
 
 
 def _tensors(group: tuple[int, ...], call: Call) -> tuple[int, ...]:
-    return tuple(i for slot in group if slot < len(call.slots) and (i := call.slots[slot]) is not None)
+    count = len(call.slots)
+    return tuple([i for slot in group if slot < count and (i := call.slots[slot]) is not None])
 
 
 def _needs_program(rule: Rule, bound: Bound, call: Call) -> bool:
@@ -215,14 +221,15 @@ def _needs_program(rule: Rule, bound: Bound, call: Call) -> bool:
 def _is_whole(bound: Bound, label: str | None) -> bool:
     if label is None or label in bound.whole:
         return True
+    if not bound.whole:
+        return False
     return (label.startswith("[]") and "[]" in bound.whole) or (label.startswith(".") and "..." in bound.whole)
 
 
 # ── one axis ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """What one axis could do: the state of each tensor and of each result along it, and the label it shards."""
 
     wants: tuple[State, ...]
@@ -233,30 +240,36 @@ class Candidate:
 def _choose(rule: Rule, call: Call, bound: Bound, axis: str, others: dict[str, Candidate]) -> Candidate | None:
     """The cheapest candidate that goes with those of other axes; None where an in-place operator has none that keeps its
     argument's layout."""
-    have = tuple(tensor.states.get(axis) for tensor in call.tensors)
+    have = tuple([tensor.states.get(axis) for tensor in call.tensors])
     plain = Candidate((None,) * len(have), (None,) * len(bound.outputs))
-    if not any(state is not None for state in have):
+    if have == plain.wants:
         return plain
-    mesh = call.tensors[0].mesh
-    ranks, link = mesh.axis_sizes[axis], links(mesh)[axis]
-    best, least = None, float("inf")
-    passes = _passes(rule, bound, (state for state in have if isinstance(state, str)))
-    cuts = _cuts(rule, bound, _labels(call, bound, have, ranks))
-    for candidate in (*passes, *cuts, plain):  # the first of equals is taken
+    ranks = call.tensors[0].mesh.axis_sizes[axis]
+    best, least = None, math.inf
+    passes = _passes(rule, bound, [state for state in have if type(state) is str])
+    for candidate in (*passes, *_shardings(rule, bound, _labels(call, bound, have, ranks)), plain):  # the first of equals
         if call.written is not None and not _keeps(candidate, have, call.written):
             continue
-        if any(_clash(candidate, other) for other in others.values()):
+        if others and [1 for other in others.values() if _clash(candidate, other)]:
             continue
-        seconds = _price(candidate, call, bound, have, ranks, link)
+        if best is None and candidate.label is not None and candidate.wants == have and not _has_partial(candidate.results):
+            return candidate  # nothing moves, nothing is left to reduce and the work is shared: none costs less
+        seconds = _price(candidate, call, bound, have, axis)
         if seconds < least:
             best, least = candidate, seconds
     return best
 
 
+def _has_partial(states: tuple[State, ...]) -> bool:
+    return str in [type(state) for state in states]
+
+
 def _clash(one: Candidate, other: Candidate) -> bool:
     """Whether a tensor would be partial in two ways, whose order would matter."""
+    if not (_has_partial(one.wants + one.results) and _has_partial(other.wants + other.results)):
+        return False
     pairs = (*zip(one.wants, other.wants, strict=True), *zip(one.results, other.results, strict=True))
-    return any(isinstance(a, str) and isinstance(b, str) and a != b and {a, b} != {"sum", "avg"} for a, b in pairs)
+    return any(type(a) is type(b) is str and a != b and {a, b} != {"sum", "avg"} for a, b in pairs)
 
 
 def _keeps(candidate: Candidate, have: tuple[State, ...], written: int) -> bool:
@@ -278,16 +291,19 @@ def _labels(call: Call, bound: Bound, have: tuple[State, ...], ranks: int) -> It
             yield label
 
 
-def _cuts(rule: Rule, bound: Bound, letters: Iterable[str | None]) -> Iterable[Candidate]:
+def _shardings(rule: Rule, bound: Bound, letters: Iterable[str | None]) -> list[Candidate]:
+    """A candidate for each label that may be sharded."""
+    candidates = []
     for label in dict.fromkeys(letters):
         if label is None or _is_whole(bound, label):
             continue
-        kept = [same or label in names for names, same in zip(bound.outputs, bound.same, strict=True)]
-        if not all(kept) and (rule.lost is None or _repeated(label, bound)):
+        kept = False not in [same or label in names for names, same in zip(bound.outputs, bound.same, strict=True)]
+        if not kept and (rule.lost is None or _repeated(label, bound)):
             continue
-        wants = tuple(_want(label, i, bound, all(kept)) for i in range(len(bound.inputs)))
-        results = (names.index(label) if label in names else rule.lost for names in bound.outputs)
-        yield Candidate(wants, _unless_same(bound, results), label)
+        wants = tuple([_want(label, i, bound, kept) for i in range(len(bound.inputs))])
+        results = [names.index(label) if label in names else rule.lost for names in bound.outputs]
+        candidates.append(Candidate(wants, _unless_same(bound, results), label))
+    return candidates
 
 
 def _repeated(label: str, bound: Bound) -> bool:
@@ -307,7 +323,8 @@ def _want(label: str, tensor: int, bound: Bound, kept: bool) -> State:
     return "sum" if added else None
 
 
-def _passes(rule: Rule, bound: Bound, kinds: Iterable[str]) -> Iterable[Candidate]:
+def _passes(rule: Rule, bound: Bound, kinds: Sequence[str]) -> Iterable[Candidate]:
+    """A candidate for each way in which a kind of partial value goes through the operator."""
     tensors = len(bound.inputs)
     for kind in dict.fromkeys(kinds):
         if kind in ("sum", "avg"):
@@ -324,7 +341,7 @@ def _passes(rule: Rule, bound: Bound, kinds: Iterable[str]) -> Iterable[Candidat
 
 
 def _unless_same(bound: Bound, states: Iterable[State]) -> tuple[State, ...]:
-    return tuple(None if same else state for same, state in zip(bound.same, states, strict=False))
+    return tuple([None if same else state for same, state in zip(bound.same, states, strict=False)])
 
 
 def _through(word: str, kind: str, floating: bool) -> str | None:
@@ -337,16 +354,17 @@ def _through(word: str, kind: str, floating: bool) -> str | None:
     return kind if way == "up" else SWAPPED[kind]
 
 
-def _price(candidate: Candidate, call: Call, bound: Bound, have: tuple[State, ...], ranks: int, link: Link) -> float:
+def _price(candidate: Candidate, call: Call, bound: Bound, have: tuple[State, ...], axis: str) -> float:
     """Seconds to reach the candidate, to pay later for what it leaves partial, and to compute."""
-    seconds = 0.0
+    mesh, seconds = call.tensors[0].mesh, 0.0
+    ranks, link = mesh.axis_sizes[axis], links(mesh)[axis]
     for tensor, now, want in zip(call.tensors, have, candidate.wants, strict=True):
         if now != want:
             seconds += change(now, want, tensor.nbytes, ranks, link)
     triples = zip(call.results, bound.outputs, candidate.results, strict=True)
-    pending = [_held(result, names, call, bound) for result, names, state in triples if isinstance(state, str)]
-    if pending:  # results are reduced together; what becomes partial only here meets more before it is reduced
-        seconds += (1.0 if candidate.label is None else 0.5) * collective("all_reduce", sum(pending), ranks, link)
+    partial = [_held(result, names, call, bound) for result, names, state in triples if type(state) is str]
+    if partial:  # results are reduced together; what becomes partial only here meets more before it is reduced
+        seconds += (1.0 if candidate.label is None else 0.5) * collective("all_reduce", sum(partial), ranks, link)
     return seconds + bound.work * PER_WORK / (1 if candidate.label is None else ranks)
 
 
@@ -363,28 +381,30 @@ def _held(result: Result, names: tuple[str | None, ...], call: Call, bound: Boun
 
 
 def _from_choices(rule: Rule, call: Call, bound: Bound, choices: dict[str, Candidate]) -> Decision:
-    cuts: dict[str, list[str]] = {}
+    axes_of: dict[str, list[str]] = {}
     for axis, choice in choices.items():
         if choice.label is not None:
-            cuts.setdefault(choice.label, []).append(axis)
-    dims = {label: _structure(label, axes, call, bound) for label, axes in cuts.items()}
+            axes_of.setdefault(choice.label, []).append(axis)
+    dims = {label: _structure(label, axes, call, bound) for label, axes in axes_of.items()}
     wants = []
     for i, (tensor, names) in enumerate(zip(call.tensors, bound.inputs, strict=True)):
-        partials = [(a, kind) for a, c in choices.items() if isinstance(kind := c.wants[i], str)]
-        wants.append(tensor.replace(dims=_dims(names, tensor.shape, dims), partials=partials))
+        partials = tuple([(a, kind) for a, c in choices.items() if type(kind := c.wants[i]) is str])
+        placed = _dims(names, tensor.shape, dims)
+        unchanged = type(tensor) is Layout and placed == tensor.dims and partials == tensor.partials
+        wants.append(tensor if unchanged else tensor.replace(dims=placed, partials=partials))
     results = []
     for i, (result, out_names) in enumerate(zip(call.results, bound.outputs, strict=True)):
-        partials = [(a, kind) for a, c in choices.items() if isinstance(kind := c.results[i], str)]
+        partials = tuple([(a, kind) for a, c in choices.items() if type(kind := c.results[i]) is str])
         placed = _dims(out_names, result.shape, dims)
         results.append(Layout.of(call.tensors[0].mesh, placed, partials, result.dtype, result.stride))
-    moves = tuple((i, t, w) for i, (t, w) in enumerate(zip(call.tensors, wants, strict=True)) if t is not w)
+    moves = tuple([(i, t, w) for i, (t, w) in enumerate(zip(call.tensors, wants, strict=True)) if t is not w])
     made = rule.kernel(call, wants) if rule.kernel is not None else None
     kernel, *extra = made if isinstance(made, tuple) else (made,)
     return Decision(moves, tuple(results), kernel=kernel, extra=tuple(extra))
 
 
-def _dims(names: Iterable[str | None], shape: Iterable[int], dims: dict[str, Dim]) -> list[Dim]:
-    return [dims.get(label or "") or (whole(n),) for label, n in zip(names, shape, strict=True)]
+def _dims(names: Iterable[str | None], shape: Iterable[int], dims: dict[str, Dim]) -> tuple[Dim, ...]:
+    return tuple([dims[label] if label in dims else (whole(n),) for label, n in zip(names, shape, strict=True)])
 
 
 def _structure(label: str, axes: list[str], call: Call, bound: Bound) -> Dim:
@@ -394,7 +414,7 @@ def _structure(label: str, axes: list[str], call: Call, bound: Bound) -> Dim:
     for i, (tensor, names) in enumerate(zip(call.tensors, bound.inputs, strict=True)):
         if label in names:
             dim = names.index(label)
-            have = tensor.axes_of(dim)
+            have = tuple([axis for factor in tensor.dims[dim] for axis in factor.axes])
             if set(have) == set(axes):
                 found.append((i == call.written, tensor.nbytes, tensor.dims[dim]))
             elif set(have) < set(axes) and len(have) > len(partly):

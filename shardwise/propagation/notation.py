@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -91,8 +91,7 @@ class Rule:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """Shape, stride and dtype of one result, as the operator gives them on one device."""
 
     shape: tuple[int, ...]
@@ -206,6 +205,8 @@ def labels(pattern: Pattern, call: Call, layout_ndim: int) -> tuple[str, ...]:
     >>> labels(parse("... m k -> m")[0][0], None, 4)
     ('.1', '.0', 'm', 'k')
     """
+    if not pattern.ellipsis and len(pattern.before) == layout_ndim:
+        return pattern.before
     count = layout_ndim - len(pattern.before) - len(pattern.after)
     middle = [f".{count - 1 - i}" for i in range(count)] if pattern.ellipsis else []
     if pattern.named is not None:

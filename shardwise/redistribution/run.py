@@ -7,7 +7,7 @@ which ranks differ become `shardwise::` operators: they hold layouts as text, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -24,7 +24,6 @@ from ..base.settings import Setting
 from ..comm import PerRank, Transport, transport
 from ..comm.interception import watched
 from ..comm.policy import check
-from ..comm.processes import deferred
 from ..comm.rank_specific import is_of_one_rank
 from ..comm.transport import check_shards
 from ..layouts.layout import Layout
@@ -52,34 +51,28 @@ from .step_kernels import (
 def move(local: Tensor, have: Layout, want: Layout, operator: str = "", max_bytes: int | None = None) -> Tensor:
     """The local value of `want`, from that of `have`; `local` itself where nothing has to change.
 
-    `operator` is on whose account this is; communication that the user asked for has none, and is not refused. `max_bytes`
-    bounds what a rank holds on the way.
+    `operator` is on whose behalf data moves: what the user asked for, and gradients, are not refused. `max_bytes` bounds what
+    a rank holds on the way.
     """
     if have is want:
         return local
     steps = plan(have, want, max_bytes)
-    if operator and steps.collectives:
+    if operator and operator != "gradient" and steps.collectives:
         check(operator, steps.bytes, lambda: f"{have} → {want}")
     with whole_moves.set(False) if max_bytes is not None else nullcontext():  # a move does not say how much it may hold
         return run(local, steps, operator or "redistribute", have.shape)
 
 
-def move_later(local: Tensor, have: Layout, want: Layout, operator: str = "", max_bytes: int | None = None) -> Tensor:
-    """As `move`, but collectives are waited for where their results are first used."""
-    with deferred.set(True):
-        return move(local, have, want, operator, max_bytes)
-
-
-def check_moves(moves: Iterable[tuple[int, Layout, Layout]], inputs: Sequence[Layout], operator: str) -> None:
+def permit(plans: Sequence[Plan], inputs: Sequence[Layout], operator: str) -> None:
     """Warn or raise, before any of an operator's moves, as `communication` was told."""
-    plans = [steps for _, have, want in moves if (steps := plan(have, want)).collectives]
+    sent = [steps for steps in plans if steps.collectives]
 
     def describe() -> str:
-        needed = ", ".join(f"{steps.have} → {steps.want}" for steps in plans)
+        needed = ", ".join(f"{steps.have} → {steps.want}" for steps in sent)
         return f"it takes {', '.join(map(repr, inputs))} and needs {needed}"
 
-    if plans:
-        check(operator, sum(steps.bytes for steps in plans), describe)
+    if sent:
+        check(operator, sum([steps.bytes for steps in sent]), describe)
 
 
 def run(local: Tensor, steps: Plan, operator: str, shape: Sequence[int] | None = None) -> Tensor:

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..base.schema import schema_of
 from ..comm import check, transport
+from ..errors import Unsettled
 from ..layouts.layout import Factor, Layout, Number, PerRank, SymbolicLayout, sharded, whole
 from ..planning.cost import PER_WORK, route
 from ..planning.plan import plan
@@ -25,7 +27,6 @@ from ..propagation.decide import decide
 from ..propagation.notation import Call, Kernel, Proposal, Rule
 from ..propagation.table import make_row, rule
 from ..redistribution.run import move
-from ..tensor.schema import signature
 from ..tensor.toolbox import Toolbox
 from ..tensor.wrapping import local_on
 from .halo import Halo, Windows, brought, given_back, halo, share
@@ -117,7 +118,7 @@ def _choice(row: Rule, way: LocalWindows, call: Call) -> StretchedCall | None:
     ):
         return None
     if any(isinstance(t, SymbolicLayout) for t in call.tensors):
-        raise TypeError("which rows are sent depends on the size of a plane: it has to be settled")
+        raise Unsettled("which rows are sent depends on the size of a plane: it has to be specialised")
     if not all(all(t.shape) for t in call.tensors):
         return None
     plane = _plane(call)
@@ -285,7 +286,7 @@ def _run(choice: StretchedCall, tools: Toolbox, op: Any, *args: Any, **kwargs: A
     total = _crossings(choice) * sum(_bytes(choice))
     if total:
         check(tools.operator, total, lambda: f"it sends rows between the shards of {source}")
-    given = {**dict(zip(signature(op).names, args, strict=False)), **kwargs}
+    given = schema_of(op).named(args, kwargs)
     values = dict(choice.words)
     for name, want in choice.wants.items():
         if want is not None:

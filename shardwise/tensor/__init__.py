@@ -2,7 +2,6 @@
 
 In the order of imports, which go down only:
 
-    schema            what an operator's schema says that dispatch needs
     wrapping          how a DTensor is made around a local tensor
     toolbox           what a program on DTensors, in place of one operator, may use
     assignment        `x[index] = value`: the index and the value as torch's own assignment takes them

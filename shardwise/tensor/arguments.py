@@ -4,76 +4,81 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import SymInt, Tensor
 
-from .._torch.tensors import dispatch_modes, format_like, no_modes, probe, quick_call, runs_on_hosts
+from .._torch.tensors import dispatch_modes, format_like, no_modes, probe, quick_call, raw_call, runs_on_hosts
 from ..base.caches import new_cache
+from ..base.schema import Schema, schema_of
 from ..comm import transport
 from ..comm.host_collectives import is_eager
 from ..comm.watch.debug import compares, digest
 from ..errors import MeshError
-from ..layouts.layout import Layout, contiguous_stride
+from ..layouts.layout import Layout, SymbolicLayout, contiguous_stride
 from ..layouts.mesh import Mesh
 from ..propagation.notation import Call, Result
-from ..propagation.table import find
-from .schema import Signature, signature
+from ..propagation.operator import Operator
 from .wrapping import local_on
 
 #: Lists of these enter a key whole.
 WHOLE = frozenset((int, bool, SymInt))
+_LAYOUTS = (Layout, SymbolicLayout)
 _CONVOLUTIONS = frozenset((torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default))
 _quick_calls = new_cache("calls", limit=4096)
 
 
-class Arguments:
-    """The arguments of one call with locals in the place of tensors, and where each tensor stands."""
+class Arguments(NamedTuple):
+    """The arguments of one call with locals in the place of tensors; the layouts of the tensors, and where each stands.
 
-    __slots__ = ("key", "layouts", "named", "places", "positional")
+    `places` are the holder (`positional`, `named`, or a list in one of them) and the index in it of each tensor.
+    """
 
-    def __init__(self, cls: Any, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.key: list[Any] = [operator]
-        self.layouts: list[Layout] = []
-        self.places: list[tuple[Any, Any]] = []
-        self.positional: list[Any] = list(args)
-        self.named: dict[str, Any] = dict(kwargs)
-        free = operator.free
-        mesh = _mesh(cls, operator.signature, args, kwargs)
-        for position, arg in enumerate(args):
-            self._add(cls, self.positional, position, arg, position in free, mesh)
-        for name, arg in kwargs.items():
-            self.key.append(name)
-            self._add(cls, self.named, name, arg, name in free, mesh)
-        if compares(mesh):
-            _compare_plain(cls, operator.signature, mesh, by_name(operator.signature, args, kwargs))
-
-    def _add(self, cls: Any, holder: Any, at: Any, arg: Any, free: bool, mesh: Mesh) -> None:
-        if isinstance(arg, Tensor):
-            local, layout = local_on(cls, arg, mesh)
-            holder[at] = local
-            self.places.append((holder, at))
-            self.layouts.append(layout)
-            self.key.append(layout)
-        elif isinstance(arg, list | tuple) and arg and type(arg[0]) in WHOLE:
-            self.key.append(tuple(arg))
-        elif isinstance(arg, list | tuple):
-            inner = holder[at] = list(arg)
-            self.key.append(len(inner))
-            for i, item in enumerate(arg):
-                self._add(cls, inner, i, item, free, mesh)
-        else:
-            self.key.append(type(arg) if free and arg is not None else arg)
+    positional: list[Any]
+    named: dict[str, Any]
+    layouts: list[Layout]
+    places: list[tuple[Any, Any]]
 
 
-def _mesh(cls: Any, facts: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mesh:
+def keyed(cls: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Arguments]:
+    """The key of a call, and its arguments."""
+    given = Arguments(list(args), dict(kwargs), [], [])
+    mesh = _mesh(cls, operator.schema, args, kwargs)
+    key: list[Any] = [operator]
+    for position in range(len(args)):
+        key.append(_part(cls, mesh, given, given.positional, position, position in operator.free))
+    for name in kwargs:
+        key += [name, _part(cls, mesh, given, given.named, name, name in operator.free)]
+    if compares(mesh):
+        _compare_plain(cls, operator.schema, mesh, operator.schema.named(args, kwargs))
+    return tuple(key), given
+
+
+def _part(cls: Any, mesh: Mesh, given: Arguments, holder: Any, at: Any, by_type: bool) -> Any:
+    """What a key holds of one argument, which becomes a local tensor, or a list of them, if it is one."""
+    arg = holder[at]
+    if isinstance(arg, Tensor):
+        holder[at], layout = local_on(cls, arg, mesh)
+        given.places.append((holder, at))
+        given.layouts.append(layout)
+        return layout
+    if isinstance(arg, list | tuple):
+        if arg and type(arg[0]) in WHOLE:
+            return tuple(arg)
+        inner = holder[at] = list(arg)
+        return tuple([_part(cls, mesh, given, inner, i, by_type) for i in range(len(inner))])
+    return type(arg) if by_type and arg is not None else arg
+
+
+def _mesh(cls: Any, facts: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mesh:
     """The mesh an operator runs on: that of its DTensors; if they are on sub-meshes of one mesh, the smallest around them;
     for an operator that writes, that of what it writes to."""
     found: dict[Mesh, Layout] = {}
     written: Mesh | None = None
-    for name, value in by_name(facts, args, kwargs):
-        for item in value if isinstance(value, list | tuple) else (value,):
+    for name, value in facts.named(args, kwargs).items():
+        for item in value if type(value) is list or type(value) is tuple else (value,):
             if isinstance(item, cls):
                 found.setdefault(item._layout.mesh, item._layout)
                 written = written or (item._layout.mesh if name in facts.written else None)
@@ -87,55 +92,44 @@ def _mesh(cls: Any, facts: Signature, args: tuple[Any, ...], kwargs: dict[str, A
     return written or root[root.sorted_axes(axis for mesh in meshes for axis in mesh.axes)]
 
 
-def by_name(facts: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The given arguments with their names."""
-    return [*zip(facts.names, args, strict=False), *kwargs.items()]
-
-
-def _compare_plain(cls: Any, facts: Signature, mesh: Mesh, given: list[tuple[str, Any]]) -> None:
+def _compare_plain(cls: Any, facts: Schema, mesh: Mesh, given: dict[str, Any]) -> None:
     """Have the ranks compare the values of plain tensors, which are taken for the same on all."""
     world = transport(mesh, facts.name)
-    for name, value in given:
+    for name, value in given.items():
         for x in value if isinstance(value, list | tuple) else (value,):
             if isinstance(x, Tensor) and not isinstance(x, cls) and is_eager(x):
                 world.agree(f"plain tensor {name!r} {digest(x)}", mesh, False)
 
 
-def layouts_shown(given: Arguments) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with layouts in the place of tensors, lists as tuples."""
+def _shown(facts: Schema, given: Arguments) -> dict[str, Any]:
+    """The arguments by name with layouts in the place of tensors, lists as tuples."""
     layouts = iter(given.layouts)
-    places = {(id(holder), at): next(layouts) for holder, at in given.places}
-    positional = [_shown(places, given.positional, i) for i in range(len(given.positional))]
-    return positional, {name: _shown(places, given.named, name) for name in given.named}
+    positional = [_with_layouts(value, layouts) for value in given.positional]
+    return facts.named(positional, {name: _with_layouts(value, layouts) for name, value in given.named.items()})
 
 
-def _shown(places: dict[Any, Any], holder: Any, at: Any) -> Any:
-    value = holder[at]
-    if isinstance(value, list):
-        return tuple(_shown(places, value, i) for i in range(len(value)))
-    return places.get((id(holder), at), value)
+def _with_layouts(value: Any, layouts: Iterator[Layout]) -> Any:
+    if isinstance(value, Tensor):
+        return next(layouts)
+    return tuple([_with_layouts(item, layouts) for item in value]) if type(value) is list else value
 
 
-def bind(func: Any, facts: Signature, given: Arguments) -> Call:
+def bind(operator: Operator, given: Arguments) -> Call:
     """The call with its arguments by name and layouts in the place of tensors, and what it gives on one device."""
-    positional, named = layouts_shown(given)
-    shown = {**facts.defaults, **dict(zip(facts.names, positional, strict=False)), **named}
-    arguments = {name: shown.get(name) for name in facts.names}
-    order = {(id(holder), at): i for i, (holder, at) in enumerate(given.places)}
-    slots = tuple(_slot(facts, name, given, order) for name in facts.tensors)
-    written = slots[0] if facts.in_place else None
-    row = find(func)
+    facts, row = operator.schema, operator.row
+    arguments = {**dict.fromkeys(facts.names), **facts.defaults, **_shown(facts, given)}
+    index = {
+        facts.names[at] if holder is given.positional else at: i
+        for i, (holder, at) in enumerate(given.places)
+        if holder is given.positional or holder is given.named
+    }
+    slots = tuple([index.get(name) for name in facts.tensors])
     if row is not None and row.gives is not None:
         results = tuple(Result(tuple(shape), contiguous_stride(shape), dtype) for shape, dtype in row.gives(arguments))
     else:
-        results = _on_one_device(func, arguments) if facts.returns else ()
-    return Call(func, facts.name, arguments, tuple(given.layouts), slots, results, facts.tensors, written)
-
-
-def _slot(facts: Signature, name: str, given: Arguments, order: dict[tuple[int, Any], int]) -> int | None:
-    position = facts.names.index(name)
-    place = (id(given.named), name) if name in given.named else (id(given.positional), position)
-    return order.get(place)
+        results = _on_one_device(operator.func, arguments) if facts.returns else ()
+    written = slots[0] if facts.in_place else None
+    return Call(operator.func, facts.name, arguments, tuple(given.layouts), slots, results, facts.tensors, written)
 
 
 def _on_one_device(func: Any, arguments: dict[str, Any]) -> tuple[Result, ...]:
@@ -147,13 +141,13 @@ def _on_one_device(func: Any, arguments: dict[str, Any]) -> tuple[Result, ...]:
         if isinstance(error, NotImplementedError) and torch.Tag.dynamic_output_shape in func.tags:
             return ()  # shapes depend on values: a rule can only answer with a program
         tensors = [v for a in arguments.values() for v in (a if isinstance(a, tuple) else (a,)) if isinstance(v, Layout)]
-        error.add_note(f"in {signature(func).name} on {', '.join(map(repr, tensors))}")
+        error.add_note(f"in {schema_of(func).name} on {', '.join(map(repr, tensors))}")
         raise
-    several = outs if isinstance(outs, list | tuple) else (outs,)
-    flat = [t for out in several for t in (out if isinstance(out, list | tuple) else (out,))]
+    several = outs if type(outs) in (list, tuple) else (outs,)
+    flat = [t for out in several for t in (out if type(out) in (list, tuple) else (out,))]
     if func in _CONVOLUTIONS:
         flat = _as_convolved(flat, arguments["input"], arguments["weight"])
-    return tuple(Result(tuple(t.shape), t.stride(), t.dtype) for t in flat if isinstance(t, Tensor))
+    return tuple([Result(tuple(t.shape), t.stride(), t.dtype) for t in flat if isinstance(t, Tensor)])
 
 
 def _as_convolved(outs: list[Any], x: Layout, weight: Layout) -> list[Any]:
@@ -171,26 +165,26 @@ def _as_convolved(outs: list[Any], x: Layout, weight: Layout) -> list[Any]:
     ]
 
 
-def check_outs(func: Any, form: Any, facts: Signature, given: Arguments) -> None:
+def check_outs(operator: Operator, given: Arguments) -> None:
     """Raise what an operator raises on one device because of the dtypes of its `out=` arguments alone."""
-    positional, named = layouts_shown(given)
-    shown = {**dict(zip(facts.names, positional, strict=False)), **named}
+    func, facts = operator.func, operator.schema
+    shown = _shown(facts, given)
     inputs = {name: _without_data(value) for name, value in shown.items() if name not in facts.outs}
     try:
         func(**inputs, **{name: _empty(shown[name]) for name in facts.outs})
     except Exception as error:
-        if not _writes_results(func, form, facts, inputs):
+        if not _writes_results(operator, inputs):
             return
         error.add_note(f"in {facts.name}, which writes to {', '.join(repr(shown[name]) for name in facts.outs)}")
         raise
 
 
-def _writes_results(func: Any, form: Any, facts: Signature, inputs: dict[str, Any]) -> bool:
+def _writes_results(operator: Operator, inputs: dict[str, Any]) -> bool:
     """Whether an operator takes tensors without data, with `out=` of the dtypes that its functional form gives."""
     try:
-        found = form(**inputs)
-        natural = found if len(signature(form).returns) > 1 else (found,)
-        func(**inputs, **{name: _empty(out) for name, out in zip(facts.outs, natural, strict=False)})
+        outs = operator.form(**inputs)
+        natural = outs if len(schema_of(operator.form).returns) > 1 else (outs,)
+        operator.func(**inputs, **{name: _empty(out) for name, out in zip(operator.schema.outs, natural, strict=False)})
     except Exception:
         return False
     return True
@@ -202,11 +196,11 @@ def _empty(out: Any) -> Any:
 
 
 def _without_data(value: Any) -> Any:
-    if isinstance(value, Layout):
+    if type(value) in _LAYOUTS:
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return [_without_data(item) for item in value]
-    return torch.device("meta") if isinstance(value, torch.device) else value
+    return torch.device("meta") if type(value) is torch.device else value
 
 
 # ── what torch itself says ────────────────────────────────────────────────────────────────────────────────────────────
@@ -217,12 +211,13 @@ MASKS = {torch.bool, torch.uint8}
 ASKED = 2**16
 
 
-def ask_torch(func: Any, facts: Signature, given: Arguments, kind: type[Exception] = Exception) -> None:
+def ask_torch(operator: Operator, given: Arguments, kind: type[Exception] = Exception) -> None:
     """Raise what torch's operator raises on one device for tensors of these shapes and dtypes, whatever is in them, unless they
     are too large to find out. (On tensors without data, `_on_one_device`, it takes more than its kernels do.)"""
     if dispatch_modes():
         with no_modes():
-            return ask_torch(func, facts, given, kind)
+            return ask_torch(operator, given, kind)
+    func = operator.func
     dtypes = {layout.dtype for layout in given.layouts}
     sizes = [math.prod(layout.shape) for layout in given.layouts if type(layout) is Layout]
     here = all(layout.device.type == "cpu" for layout in given.layouts)  # kernels of other devices take other dtypes
@@ -231,8 +226,7 @@ def ask_torch(func: Any, facts: Signature, given: Arguments, kind: type[Exceptio
         return None
     if dtypes & MASKS:  # what fits depends on how much a mask selects
         kind = NotImplementedError
-    positional, named = layouts_shown(given)
-    arguments = {**dict(zip(facts.names, positional, strict=False)), **named}
+    arguments = _shown(operator.schema, given)
     with contextlib.suppress(Exception):  # its kernels raise as well, and tell better why
         if sum(math.prod(result.shape) for result in _on_one_device(func, arguments)) > ASKED:
             return None
@@ -243,7 +237,7 @@ def ask_torch(func: Any, facts: Signature, given: Arguments, kind: type[Exceptio
         except Exception as error:
             other = isinstance(error, Warning) or (isinstance(error, NotImplementedError) and not here)
             if number and isinstance(error, kind) and not other:
-                error.add_note(f"in {facts.name} on {', '.join(map(repr, given.layouts))}")
+                error.add_note(f"in {operator.name} on {', '.join(map(repr, given.layouts))}")
                 raise
         else:
             return None
@@ -252,10 +246,10 @@ def ask_torch(func: Any, facts: Signature, given: Arguments, kind: type[Exceptio
 
 def _checks_its_arguments(func: Any, of_floats: bool) -> bool:
     """Whether an operator may be given any values: internal ones trust indices and sizes, and some crash."""
-    name = func._schema.name.partition("::")[2]
+    name = schema_of(func).name.partition(".")[2]
     internal = "backward" in name or name.startswith("native_") or (name.startswith("_") and not of_floats)
     known = func.namespace == "aten" and runs_on_hosts(func)
-    return known and torch.Tag.nondeterministic_seeded not in func.tags and not internal
+    return known and not schema_of(func).random and not internal
 
 
 def _stand_in(value: Any, number: int) -> Any:
@@ -270,24 +264,39 @@ def _stand_in(value: Any, number: int) -> Any:
     return torch.eye(*value.shape[-2:], dtype=value.dtype).expand(value.shape).clone()
 
 
-def quickest(func: Any, given: Arguments) -> Any:
-    """The quickest call of an operator for arguments of these kinds, found once for all layouts of as many dims."""
-    args, named = layouts_shown(given)
-    kinds = (func, *(_kind(value) for value in (*args, *named.values())), *named)
+class Quickest:
+    """Calls an operator on local tensors; from the second call on in the quickest way, which `owner.call` then is."""
+
+    __slots__ = ("func", "owner", "used")
+
+    def __init__(self, owner: Any, func: Any) -> None:
+        self.owner, self.func, self.used = owner, func, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.used:
+            self.owner.call = _quickest(self.func, args, kwargs)
+            return self.owner.call(*args, **kwargs)
+        self.used = True  # most calls that are made once are not made again
+        return raw_call(self.func)(*args, **kwargs)
+
+
+def _quickest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The quickest call of an operator for arguments of these kinds, found once for all local tensors of as many dims."""
+    kinds = (func, *[_kind(value) for value in (*args, *kwargs.values())], *kwargs)
     found = _quick_calls.entries.get(kinds)
     if found is None:
-        found = quick_call(func, [_probed(value) for value in args], {name: _probed(value) for name, value in named.items()})
+        found = quick_call(func, [_probed(value) for value in args], {name: _probed(value) for name, value in kwargs.items()})
         _quick_calls.put(kinds, found)
     return found
 
 
 def _probed(value: Any) -> Any:
-    if isinstance(value, tuple):
+    if isinstance(value, list | tuple):
         return [_probed(item) for item in value]
-    return probe(value.shape, value.stride, value.dtype) if isinstance(value, Layout) else value
+    return probe(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 
 def _kind(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(dict.fromkeys(map(_kind, value)))  # a None among tensors is not taken by every binding
-    return (value.ndim, value.dtype) if isinstance(value, Layout) else type(value)
+    return (value.ndim, value.dtype) if isinstance(value, Tensor) else type(value)

@@ -18,18 +18,17 @@ from .._torch.compiler import untraced
 from .._torch.symbols import rebuilt
 from .._torch.tensors import dispatch_modes, no_dispatch, no_modes, raw_call
 from ..base.caches import new_cache
+from ..base.schema import Schema
 from ..comm import transport
-from ..errors import LayoutError, OperatorError, ShardwiseError
+from ..errors import LayoutError, OperatorError, ShardwiseError, Unsettled
 from ..layouts.layout import Layout, Number, PerRank, SymbolicLayout
 from ..layouts.mesh import Mesh
-from ..planning.plan import plan
 from ..propagation.decide import Decision, decide
-from ..propagation.notation import Call, LocalCopy, Rule
-from ..propagation.table import find
-from ..redistribution.run import check_moves, move, run
-from .arguments import WHOLE, Arguments, ask_torch, bind, by_name, check_outs, quickest
-from .fallback import apart, choose, decompose, functional, functional_form, is_mixed, writes_plain
-from .schema import Signature, signature
+from ..propagation.notation import Call, LocalCopy
+from ..propagation.operator import OPERATORS, Operator, operator_of
+from ..redistribution.run import move, permit, run
+from .arguments import WHOLE, Arguments, Quickest, ask_torch, bind, check_outs, keyed
+from .fallback import apart, choose, decompose, functional, is_mixed, writes_plain
 from .toolbox import Toolbox
 from .wrapping import maker, sever, wrap
 
@@ -42,42 +41,16 @@ _PLAIN = frozenset((int, bool, type(None), str, float, complex, torch.dtype, tor
 WRITES_PLAIN = "writes to a plain tensor"
 
 
-class Operator:
-    """An operator overload as dispatch sees it. Its place in a key is cheaper to hash than the overload's own."""
-
-    __slots__ = ("by_type", "free", "func", "knows_plain", "reshapes", "signature", "zipped")
-
-    def __init__(self, func: Any) -> None:
-        self.func, self.signature = func, signature(func)
-        self.free = self.signature.free
-        self.by_type = tuple(position in self.free for position in range(len(self.signature.names)))
-        self.reshapes = torch.Tag.inplace_view in func.tags
-        row = find(func)
-        self.zipped = row is not None and row.zipped
-        self.knows_plain = _own_program(func, row) is not None
-
-
-_operators: dict[int, Operator] = {}
-
-
-def _operator(func: Any) -> Operator:
-    found = _operators.get(id(func))  # the record keeps the overload alive, so its id stays its own
-    if found is None:
-        found = _operators.setdefault(id(func), Operator(func))  # of two threads the first: keys hold it
-    return found
-
-
 def forget() -> None:
     """Forget what was found out of operators and decided for them: a row of the table was added or taken away."""
-    _operators.clear()
+    OPERATORS.clear()
     _decisions.clear()
-    signature.cache_clear()
 
 
 @untraced
-def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: C901, PLR0912, PLR0915  one frame
+def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: C901, PLR0912  one frame
     """Run an operator on DTensors (and what stands beside them)."""
-    operator = _operators.get(id(func)) or _operator(func)
+    operator = OPERATORS.get(id(func)) or operator_of(func)
     key: list[Any] = [operator]
     values = []
     for arg, by_type in zip(args, operator.by_type):  # noqa: B905  arguments left out have defaults
@@ -105,12 +78,11 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
         known = _known.get(tuple(key))
     except TypeError:  # a size is a symbol of a trace
         known = None
-    if known is None or known.makers is None:
-        if known is None or known.decision.program is None:
-            return _general(cls, func, args, kwargs or {})
-        _decisions.hits += 1
-        return known.decision.program(known.tools, func, *args, **(kwargs or {}))
+    if known is None:
+        return _general(cls, func, args, kwargs or {})
     _decisions.hits += 1
+    if known.makers is None:
+        return _run_known(cls, known, values, args, kwargs or {})
     for position, value in known.edits:
         values[position] = value
     try:
@@ -126,6 +98,14 @@ def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
         self._local, self._layout = local, known.layout
         return self
     return _several(cls, known.makers, local) if known.makers else args[0]
+
+
+def _run_known(cls: Any, known: Known, values: list[Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Carry out a known decision that takes more than one local call: `values` are the arguments with locals for tensors."""
+    if known.decision.program is not None:
+        return known.decision.program(known.tools, known.operator.func, *args, **kwargs)
+    given = Arguments(values, dict(kwargs), known.layouts, [(values, at) for at in known.positions])
+    return _run_or_ask(cls, known, args, kwargs, given)
 
 
 def _several(cls: Any, makers: Any, shards: Any) -> tuple[Any, ...]:
@@ -145,30 +125,46 @@ class Known:
     argument is written to and given back; None: `_run` has to. `maker` and `layout` are those of a single result.
     """
 
-    __slots__ = ("call", "decision", "edits", "layout", "maker", "makers", "mesh", "per_rank", "severs", "signature", "tools")
+    __slots__ = (
+        "call",
+        "decision",
+        "edits",
+        "layout",
+        "layouts",
+        "maker",
+        "makers",
+        "mesh",
+        "operator",
+        "per_rank",
+        "positions",
+        "schema",
+        "severs",
+        "tools",
+    )
 
-    def __init__(self, cls: Any, decision: Decision, func: Any, mesh: Mesh, positional: int) -> None:
-        facts = signature(func)
-        self.decision, self.signature, self.mesh = decision, facts, mesh
-        self.call, self.tools = decision.call or raw_call(func), Toolbox(cls, facts.name)
-        row = find(func)
+    def __init__(self, cls: Any, decision: Decision, operator: Operator, given: Arguments) -> None:
+        self.decision, self.operator, self.schema, row = decision, operator, operator.schema, operator.row
+        facts = self.schema
+        self.layouts, self.mesh = given.layouts, given.layouts[0].mesh
+        self.positions = [at for holder, at in given.places if holder is given.positional]
+        self.call, self.tools = decision.call or raw_call(operator.func), Toolbox(cls, facts.name)
         self.severs = facts.view and (bool(decision.moves) or (row is not None and row.copies))
         self.edits = tuple((facts.names.index(name), value) for name, value in decision.edits.items())
-        self.per_rank = any(isinstance(value, PerRank) for value in decision.edits.values())
-        self.makers = self._makers(cls, positional)
+        self.per_rank = any([isinstance(value, PerRank) for value in decision.edits.values()])
+        self.makers = self._makers(cls, len(given.positional))
         self.maker: Any
         self.layout: Layout | None
         self.maker, self.layout = self.makers[0] if self.makers and len(self.makers) == 1 else (None, None)
 
     def _makers(self, cls: Any, positional: int) -> tuple[tuple[Any, Layout], ...] | None:
-        decision, facts = self.decision, self.signature
-        if self.severs or self.per_rank or not decision.simple or not all(position < positional for position, _ in self.edits):
+        decision, facts = self.decision, self.schema
+        if self.severs or self.per_rank or not decision.simple or [at for at, _ in self.edits if at >= positional]:
             return None
         if facts.in_place and facts.returns:
             return ()
         if facts.written or facts.lists or len(facts.returns) != len(decision.results) or None in decision.results:
             return None
-        return tuple((maker(cls, layout), layout) for layout in decision.results if layout is not None) or None
+        return tuple([(maker(cls, layout), layout) for layout in decision.results if layout is not None]) or None
 
 
 class Exact:
@@ -180,9 +176,11 @@ class Exact:
 
     __slots__ = ("call", "divisor", "known", "layouts", "places", "spread")
 
-    def __init__(self, known: Known, given: Arguments, row: Rule | None) -> None:
-        facts, self.known, self.call = known.signature, known, known.call
-        self.divisor = None if row is None or row.divisor is None else facts.names.index(row.divisor)
+    def __init__(self, known: Known, given: Arguments) -> None:
+        row, self.known, self.call = known.operator.row, known, known.call
+        if isinstance(self.call, Quickest):
+            self.call.owner = self
+        self.divisor = None if row is None or row.divisor is None else known.schema.names.index(row.divisor)
         self.layouts = list(given.layouts)
         for index, _, want in known.decision.moves:
             self.layouts[index] = want
@@ -196,12 +194,12 @@ class Exact:
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         target = given[0]
         for at, layout in zip(self.places, self.layouts, strict=True):
-            given[at] = move(given[at], layout, layout.replicated(), self.known.signature.name)
+            given[at] = move(given[at], layout, layout.replicated(), self.known.schema.name)
         named = {name: given[name] for name in kwargs}
         out = self.call(*(given[position] for position in range(len(args))), **named)
         results = [layout for layout in self.known.decision.results if layout is not None]
         placed = [move(x, to.replicated(), to) for x, to in zip(out if len(results) > 1 else (out,), results, strict=True)]
-        if self.known.signature.in_place:
+        if self.known.schema.in_place:
             return transport(self.known.mesh).each(_write, self.known.mesh, target, placed[0])
         return tuple(placed) if len(results) > 1 else placed[0]
 
@@ -211,9 +209,10 @@ def _passes_by_number(known: Known, given: Arguments) -> bool:
     decision = known.decision
     if decision.program or decision.kernel or decision.copy_back or known.per_rank:
         return False
+    if not [1 for layout in (*given.layouts, *decision.results) if layout is not None and layout.partials]:
+        return False
     values = (*given.positional, *given.named.values())
-    numbers = any(type(v) in (int, float, complex) or (isinstance(v, Tensor) and not v.ndim) for v in values)
-    return numbers and any(layout is not None and layout.partials for layout in (*given.layouts, *decision.results))
+    return any(type(v) in (int, float, complex) or (isinstance(v, Tensor) and not v.ndim) for v in values)
 
 
 def _is_unbounded(value: Any, divides: bool, mesh: Mesh) -> bool:
@@ -230,52 +229,55 @@ def _is_unbounded(value: Any, divides: bool, mesh: Mesh) -> bool:
 
 def _general(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same as `dispatch` for any arguments: plain tensors, lists, several meshes, first calls."""
-    operator = _operator(func)
-    if operator.zipped and is_mixed(cls, args):
+    operator = operator_of(func)
+    if operator.row is not None and operator.row.zipped and is_mixed(cls, args):
         return apart(Toolbox(cls), func, args, kwargs)
-    if operator.reshapes and not operator.knows_plain:
-        return _reshape_in_place(cls, func, args, kwargs)
-    given = Arguments(cls, operator, args, kwargs)
-    if operator.signature.written and not operator.knows_plain and writes_plain(cls, operator.signature, args, kwargs):
-        given.key.append(WRITES_PLAIN)
-    if _has_symbols(given.key):
-        return _symbolic(cls, func, args, kwargs, given)
-    key = tuple(given.key)
+    if operator.schema.reshapes and not operator.knows_plain:
+        return _reshape_in_place(operator, args, kwargs)
+    key, given = keyed(cls, operator, args, kwargs)
+    if operator.schema.written and not operator.knows_plain and writes_plain(cls, operator.schema, args, kwargs):
+        key = (*key, WRITES_PLAIN)
+    if _has_symbols(key):
+        return _symbolic(cls, operator, args, kwargs, given)
     by_default = (*key, torch.get_default_dtype())
     known = _known.get(key) or _known.get(by_default)
     if known is None:
-        decision = _checked(func, given)
-        known = Known(cls, decision, func, given.layouts[0].mesh, len(args))
+        decision = _checked(operator, given, key[-1] is WRITES_PLAIN)
+        known = Known(cls, decision, operator, given)
         if known.makers is not None and decision.call is None:
-            known.call = quickest(func, given)
+            known.call = Quickest(known, func)
         if _passes_by_number(known, given):
-            known.call = Exact(known, given, find(func))
+            known.call = Exact(known, given)
         known = _decisions.put(by_default if _takes_default_dtype(decision, given.layouts) else key, known)
     else:
         _decisions.hits += 1
+    return _run_or_ask(cls, known, args, kwargs, given)
+
+
+def _run_or_ask(cls: Any, known: Known, args: Any, kwargs: dict[str, Any], given: Arguments) -> Any:
+    """Carry out a decision; torch is asked about a call that fails, since it says best what is wrong."""
     try:
-        return _run(cls, func, args, kwargs, known, given)
+        return _run(cls, known, args, kwargs, given)
     except Exception as error:
         if _is_internal(error):
-            ask_torch(func, operator.signature, Arguments(cls, operator, args, kwargs))  # it says best what is wrong
+            ask_torch(known.operator, keyed(cls, known.operator, args, kwargs)[1])
         raise
 
 
-def _checked(func: Any, given: Arguments) -> Decision:
+def _checked(operator: Operator, given: Arguments, writes_plain: bool) -> Decision:
     """What is decided for a call; what torch refuses is refused. The operator itself refuses what it does not take, so torch is
     asked only where something else runs in its place, which may take more, or where there is nothing that it could refuse."""
-    facts = signature(func)
     try:
-        decision = _decide(func, facts, given)
+        decision = _decide(operator, given, writes_plain)
     except Exception as error:
         if _is_internal(error):
-            ask_torch(func, facts, given)
+            ask_torch(operator, given)
         raise
-    of_floats = all(layout.dtype.is_floating_point for layout in given.layouts)
-    if decision.program is decompose or (decision.program and of_floats) or any(0 in layout.shape for layout in given.layouts):
-        ask_torch(func, facts, given)
+    of_floats = all([layout.dtype.is_floating_point for layout in given.layouts])
+    if decision.program is decompose or (decision.program and of_floats) or [x for x in given.layouts if 0 in x.shape]:
+        ask_torch(operator, given)
     elif (decision.program or decision.kernel) and not of_floats:
-        ask_torch(func, facts, given, NotImplementedError)
+        ask_torch(operator, given, NotImplementedError)
     return decision
 
 
@@ -284,20 +286,20 @@ def _is_internal(error: Exception) -> bool:
     return isinstance(error, LayoutError) or not isinstance(error, ShardwiseError | Warning)
 
 
-def _symbolic(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Arguments) -> Any:
+def _symbolic(cls: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], given: Arguments) -> Any:
     """The same in a program that is traced for all sizes. Nothing is kept; where a rule needs a size to be a number, it is
-    settled to the one at hand, and the program holds for that one only."""
+    specialised to the one at hand, and the program holds for that one only."""
     try:
-        decision = _decide(func, signature(func), given)
+        decision = _decide(operator, given)
         sizes = [size for holder, at in given.places for size in holder[at].shape]
         edits = {name: _rebuilt(value, sizes) for name, value in decision.edits.items()}
         decision = replace(decision, edits=edits)
-        known = Known(cls, decision, func, given.layouts[0].mesh, len(args))
+        known = Known(cls, decision, operator, given)
         if _passes_by_number(known, given):
-            known.call = Exact(known, given, find(func))
-        return _run(cls, func, args, kwargs, known, given)
-    except (TypeError, NotImplementedError):
-        return dispatch(cls, func, (), _settled(args), _settled(kwargs))
+            known.call = Exact(known, given)
+        return _run(cls, known, args, kwargs, given)
+    except (Unsettled, NotImplementedError):
+        return dispatch(cls, operator.func, (), _specialised(args), _specialised(kwargs))
 
 
 def _rebuilt(value: Any, sizes: list[Any]) -> Any:
@@ -305,100 +307,89 @@ def _rebuilt(value: Any, sizes: list[Any]) -> Any:
 
 
 def _has_symbols(key: Sequence[Any]) -> bool:
-    return any(isinstance(part, SymbolicLayout | SymInt) or (type(part) is tuple and _has_symbols(part)) for part in key)
+    kinds = [type(part) for part in key]
+    if SymbolicLayout in kinds or SymInt in kinds:
+        return True
+    return tuple in kinds and any(_has_symbols(part) for part in key if type(part) is tuple)
 
 
-def _settled(value: Any) -> Any:
+def _specialised(value: Any) -> Any:
     """The value (through lists, tuples and dictionaries) with numbers for symbols, also in the shapes of tensors."""
     if isinstance(value, dict):
-        return {name: _settled(item) for name, item in value.items()}
+        return {name: _specialised(item) for name, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_settled, value))
+        return type(value)(map(_specialised, value))
     if isinstance(value, Tensor):
         if isinstance(layout := getattr(value, "_layout", None), SymbolicLayout):
-            value._layout = layout.specialised()  # type: ignore[attr-defined]
-        _settled((*value.shape, *value.stride()))
+            cast(Any, value)._layout = layout.specialised()
+        _specialised((*value.shape, *value.stride()))
     return int(value) if isinstance(value, SymInt) else value
 
 
 def _takes_default_dtype(decision: Decision, layouts: list[Layout]) -> bool:
     """Whether a result is floating though no tensor is: then its dtype is torch's default one, which may change."""
-    floats = any(layout.dtype.is_floating_point or layout.dtype.is_complex for layout in layouts)
-    return not floats and any(layout is not None and layout.dtype.is_floating_point for layout in decision.results)
+    if [1 for layout in layouts if layout.dtype.is_floating_point or layout.dtype.is_complex]:
+        return False
+    return any(layout is not None and layout.dtype.is_floating_point for layout in decision.results)
 
 
-def _reshape_in_place(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def _reshape_in_place(operator: Operator, args: Any, kwargs: Any) -> Any:
     """An operator that changes its argument's shape in place: the view takes the place of the tensor, and torch, told not to
     dispatch, changes the sizes that the wrapper itself shows."""
-    form = functional_form(func)
-    if form is None:
-        raise OperatorError(f"{signature(func).name} changes the shape of {args[0]!r} in place; this is not supported")
-    out = form(*args, **kwargs)
+    if operator.form is None:
+        raise OperatorError(f"{operator.name} changes the shape of {args[0]!r} in place; this is not supported")
+    out = operator.form(*args, **kwargs)
     with no_dispatch():
-        func(*args, **kwargs)
+        operator.func(*args, **kwargs)
     args[0]._local, args[0]._layout = out._local, out._layout
     return args[0]
 
 
-def _decide(func: Any, facts: Signature, given: Arguments) -> Decision:
+def _decide(operator: Operator, given: Arguments, writes_plain: bool = False) -> Decision:
     if dispatch_modes():
         with no_modes():
-            return _decide(func, facts, given)
-    row = find(func)
-    if facts.outs and (form := functional_form(func)) is not None:
-        check_outs(func, form, facts, given)
-    if row is None or given.key[-1] is WRITES_PLAIN:
-        return Decision(program=choose(func, facts))
-    borrowed = _is_borrowed(func, row)
+            return _decide(operator, given, writes_plain)
+    row, facts = operator.row, operator.schema
+    if facts.outs and operator.form is not None:
+        check_outs(operator, given)
+    if row is None or writes_plain:
+        return Decision(program=choose(operator))
     if row.program is not None and not row.inputs and row.function is None:
-        return Decision(copy_back=True) if borrowed else Decision(program=row.program)
-    if facts.outs or (facts.written and not facts.in_place and (row.function is None or borrowed)):
-        return Decision(program=choose(func, facts))
-    call = bind(func, facts, given)
-    return decide(row, call)
-
-
-def _is_borrowed(func: Any, row: Rule) -> bool:
-    """Whether the row of an operator that writes is that of its functional form."""
-    form = functional_form(func) if signature(func).written else None
-    return form is not None and find(form) is row
-
-
-def _own_program(func: Any, row: Rule | None) -> Any:
-    """The program that runs in place of this very operator, whatever its arguments are."""
-    if row is None or row.inputs or row.function is not None or _is_borrowed(func, row):
-        return None
-    return row.program
+        return Decision(copy_back=True) if operator.borrowed else Decision(program=row.program)
+    if facts.outs or (facts.written and not facts.in_place and (row.function is None or operator.borrowed)):
+        return Decision(program=choose(operator))
+    return decide(row, bind(operator, given))
 
 
 def carry_out(cls: Any, func: Any, args: Any, kwargs: Any, choose_for: Callable[[Call], Decision]) -> Any:
     """Run an operator as another than `decide` decides, and keep nothing of it."""
-    given = Arguments(cls, _operator(func), args, kwargs)
-    decision = choose_for(bind(func, signature(func), given))
-    return _run(cls, func, args, kwargs, Known(cls, decision, func, given.layouts[0].mesh, len(args)), given)
+    operator = operator_of(func)
+    given = keyed(cls, operator, args, kwargs)[1]
+    decision = choose_for(bind(operator, given))
+    return _run(cls, Known(cls, decision, operator, given), args, kwargs, given)
 
 
-def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: Arguments) -> Any:
+def _run(cls: Any, known: Known, args: Any, kwargs: Any, given: Arguments) -> Any:
     """Carry out a decision."""
-    decision, facts = known.decision, known.signature
+    decision, facts, func = known.decision, known.schema, known.operator.func
     if facts.written:
         _check_writes(cls, facts, args, kwargs)
     if decision.program is not None:
-        if not facts.written and not _operator(func).knows_plain:
+        if not facts.written and not known.operator.knows_plain:
             args, kwargs = _distributed(known, args), {name: _distributed(known, value) for name, value in kwargs.items()}
         return decision.program(known.tools, func, *args, **kwargs)
     if decision.copy_back:
         return functional(Toolbox(cls), func, *args, **kwargs)
     if decision.moves:
-        check_moves(decision.moves, given.layouts, facts.name)
-    for index, have, want in decision.moves:
-        holder, at = given.places[index]
-        holder[at] = run(holder[at], plan(have, want), facts.name, have.shape)
+        permit(decision.plans, given.layouts, facts.name)
+        for (index, have, _), steps in zip(decision.moves, decision.plans, strict=True):
+            holder, at = given.places[index]
+            holder[at] = run(holder[at], steps, facts.name, have.shape)
     for position, value in known.edits:
         if position < len(given.positional):
             given.positional[position] = value
         else:
-            given.named[known.signature.names[position]] = value
+            given.named[facts.names[position]] = value
     try:
         local = _locally(_call, known, given)
     except LocalCopy:
@@ -407,7 +398,7 @@ def _run(cls: Any, func: Any, args: Any, kwargs: Any, known: Known, given: Argum
     except Exception as error:
         _report(error, known, given.layouts)
         raise
-    return _results(cls, func, local, known, args, kwargs)
+    return _results(cls, local, known, args, kwargs)
 
 
 def _distributed(known: Known, value: Any) -> Any:
@@ -423,7 +414,7 @@ def _report(error: Exception, known: Known, args: Sequence[Any]) -> None:
     which it does not hold the same as all others."""
     layouts = [getattr(x, "_layout", x) for x in args]
     if any(isinstance(layout, Layout) and layout is not layout.replicated() for layout in layouts):
-        transport(known.mesh).report(error, known.mesh, known.signature.name)
+        transport(known.mesh).report(error, known.mesh, known.schema.name)
 
 
 def _locally(call: Callable[..., Any], known: Known, given: Arguments) -> Any:
@@ -435,19 +426,19 @@ def _locally(call: Callable[..., Any], known: Known, given: Arguments) -> Any:
     world = transport(known.mesh)
     extra = [world.number(item, known.mesh) if isinstance(item, Number) else item for item in decision.extra]
     local = world.each(call, known.mesh, body, [*given.positional, *extra], given.named)
-    if known.signature.in_place:
+    if known.schema.in_place:
         world.each(_write, known.mesh, given.positional[0], local)
     return local
 
 
-def _check_writes(cls: Any, facts: Signature, args: Any, kwargs: Any) -> None:
-    for name, value in by_name(facts, args, kwargs):
+def _check_writes(cls: Any, facts: Schema, args: Any, kwargs: Any) -> None:
+    for name, value in facts.named(args, kwargs).items():
         for item in value if isinstance(value, list | tuple) else (value,):
             if name in facts.written and isinstance(item, cls) and item.severed:
                 _refuse_write(facts, item)
 
 
-def _refuse_write(facts: Signature, x: Any) -> None:
+def _refuse_write(facts: Schema, x: Any) -> None:
     raise OperatorError(
         f"{facts.name} writes to {x._layout}, a view that data had to move for, so the write would not reach the tensor it "
         "is a view of; redistribute that tensor first, clone the view, or assign (x[i] = x[i] + 1 in place of x[i] += 1)"
@@ -470,18 +461,18 @@ def _call_or_copy(body: Callable[..., Any], args: list[Any], kwargs: dict[str, A
         return copied.args[1]
 
 
-def _results(cls: Any, func: Any, local: Any, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    facts = known.signature
+def _results(cls: Any, local: Any, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    facts = known.schema
     if facts.in_place:
         return args[0] if facts.returns else None
     if facts.written:
-        given = dict(by_name(facts, args, kwargs))
+        given = facts.named(args, kwargs)
         outs = [given[name] for name in facts.returns if name is not None]
         return outs[0] if len(outs) == 1 else tuple(outs) if outs else None
 
     def wrapped(value: Tensor, index: int, layout: Layout) -> Any:
         out = wrap(cls, value, layout)
-        return sever(out, func, args, kwargs, index) if severs else out
+        return sever(out, known.operator.func, args, kwargs, index) if severs else out
 
     severs = known.severs or (facts.view and args[0].severed)
     return _each(wrapped, local, iter(enumerate(known.decision.results)))

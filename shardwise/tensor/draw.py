@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from .._torch.compiler import NotTraced, tracing_context
+from ..base.schema import schema_of
 from ..comm.interception import watched
 from ..layouts.layout import Layout, Number, PerRank, whole
 from ..random.bits import Draw, recipe
@@ -63,8 +64,7 @@ def _at(fact: Callable[[int], int], layout: Layout, factor: Any, place: int) -> 
 
 def seeded(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
     """The operator on whole tensors, on every rank, from one seed."""
-    names = [argument.name for argument in op._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = schema_of(op).named(args, kwargs)
     mesh = tools.mesh(*given.values())
     if tracing_context() is not None:
         raise NotTraced(
@@ -78,7 +78,7 @@ def seeded(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
             return [spread(item) for item in value]
         return tools.local(tools.replicated(value, mesh, tools.operator)) if isinstance(value, Tensor) else value
 
-    kernel = partial(_with_seed, op, tuple(given), "generator" in names, seed)
+    kernel = partial(_with_seed, op, tuple(given), "generator" in schema_of(op).names, seed)
     outs = tools.each(kernel, mesh, *map(spread, given.values()))
     wrapped = [_replicated(tools, out, mesh) for out in (outs if isinstance(outs, tuple) else (outs,))]
     return tuple(wrapped) if isinstance(outs, tuple) else wrapped[0]

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +20,16 @@ from .._torch.tracer import TAKES_BRANCHES, reader, teach_state_dicts
 from ..base.argument_checks import flag
 from ..base.caches import memo
 from ..comm import transport
+from ..comm.processes import deferred
 from ..comm.rank_specific import current
-from ..errors import OperatorError
+from ..errors import OperatorError, Unsettled
 from ..layouts.from_placements import Placements, make_layout
 from ..layouts.layout import Factor, Layout, PerRank, dense_stride, restore_layout
 from ..layouts.mesh import Mesh, chosen
 from ..layouts.placement import Placement
 from ..layouts.text import Form, form_of, written
-from ..planning.plan import plan
 from ..propagation.fingerprint import LIBRARY, library_key
-from ..redistribution.run import move, move_later, run
+from ..redistribution.run import move
 from .assignment import written_at
 from .checkpoint import check_loaded, chunk_list, for_torch, refuser, shard_of, write_items
 from .dispatch import dispatch
@@ -132,9 +133,7 @@ class DTensor(torch.Tensor):
         """
         try:
             wanted = target(self._layout, device_mesh, placements)
-        except TypeError:  # uneven shards of a size that is a symbol: the program holds for the size at hand only
-            if type(self._layout) is Layout:
-                raise
+        except Unsettled:  # uneven shards of a size that is a symbol: the program holds for the size at hand only
             self._layout = self._layout.specialised()
             wanted = target(self._layout, device_mesh, placements)
         if async_op is not False or forward_dtype is not None or backward_dtype is not None or max_bytes is not None:
@@ -478,7 +477,7 @@ def align_grad(grad: Any, layout: Layout) -> Any:
     target = _as_cut(grad._layout, layout)
     if grad._layout is target or grad.requires_grad:
         return grad.redistribute(placements=target)
-    return wrap(DTensor, run(grad._local, plan(grad._layout, target), "gradient", target.shape), target)
+    return wrap(DTensor, move(grad._local, grad._layout, target, "gradient"), target)
 
 
 # ── autograd through the ways in and out ──────────────────────────────────────────────────────────────────────────────
@@ -499,8 +498,8 @@ def _redistributed(x: DTensor, wanted: Layout, how: How) -> DTensor:
     if how.forward is not have.dtype:
         have, wanted = have.replace(dtype=how.forward), wanted.replace(dtype=how.forward)
         local = local.to(how.forward)
-    moved = move_later if how.later else move
-    return wrap(DTensor, moved(local, have, wanted, max_bytes=how.max_bytes), wanted)
+    with deferred.set(True) if how.later else nullcontext():  # collectives are waited for where their results are first used
+        return wrap(DTensor, move(local, have, wanted, max_bytes=how.max_bytes), wanted)
 
 
 class _Redistribute(Function):

@@ -12,35 +12,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.tensors import composite, decompositions, knows_conjugates, overloads, schema, tree_map_only
+from .._torch.tensors import composite, decompositions, knows_conjugates, tree_map_only
+from ..base.schema import Schema, functional_form, schema_of
 from ..comm import check, note_decomposed, note_fallback, transport
 from ..errors import OperatorError
 from ..layouts.from_placements import make_layout
 from ..layouts.placement import Replicate
+from ..propagation.operator import Operator
 from .draw import seeded
-from .schema import Signature, signature
 from .toolbox import Toolbox
 from .wrapping import sever
 
 Program = Callable[..., Any]
 
 
-def choose(func: Any, facts: Signature) -> Program:
+def choose(operator: Operator) -> Program:
     """The program for an operator without a rule."""
-    if composite(func):
+    if composite(operator.func):
         return _composite
-    if facts.written and functional_form(func) is not None:
+    if operator.form is not None:
         return functional
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        return _refuse if facts.written else seeded
-    if func in decompositions:
+    if operator.schema.random:
+        return _refuse if operator.schema.written else seeded
+    if operator.func in decompositions:
         return decompose
     return gather
 
 
 def _refuse(tools: Toolbox, func: Any, *args: Any, **kwargs: Any) -> Any:
     raise OperatorError(
-        f"{signature(func).name} draws random numbers into an argument, which would differ from rank to rank; draw into a new "
+        f"{schema_of(func).name} draws random numbers into an argument, which would differ from rank to rank; draw into a new "
         "tensor and copy it, or use an in-place operator such as uniform_ or normal_"
     )
 
@@ -57,46 +58,22 @@ def decompose(tools: Toolbox, func: Any, *args: Any, **kwargs: Any) -> Any:
         out = NotImplemented
     if out is NotImplemented:
         return gather(tools, func, *args, **kwargs)
-    note_decomposed(signature(func).name)
+    note_decomposed(schema_of(func).name)
     return out
-
-
-def functional_form(func: Any) -> Any:
-    """The overload that gives as new tensors what `func` gives, followed by what it writes to and does not give; None if there
-    is none."""
-    facts = signature(func)
-    name = facts.name.partition(".")[2]
-    base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-    wanted = [argument for argument in _typed(func) if argument[0] not in facts.outs]
-    for candidate in (form for held in (base, f"{base}_functional") for form in overloads(func, held)):
-        other = signature(candidate)
-        if not other.written and _typed(candidate) == wanted and len(other.returns) == len(_order(facts)):
-            return candidate
-    return None
-
-
-def _order(facts: Signature) -> list[str | None]:
-    """What the functional form gives: the results (by the argument each one is, None: a new one), then what else is written."""
-    rest = sorted(facts.written, key=lambda name: name not in facts.outs)
-    return [*facts.returns, *(name for name in rest if name not in facts.returns)]
-
-
-def _typed(func: Any) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in schema(func).arguments]
 
 
 def functional(tools: Toolbox, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the functional form, then copy its results into the written arguments, plain tensors or DTensors."""
-    facts, form = signature(func), functional_form(func)
+    facts, form = schema_of(func), functional_form(func)
     if form is None:
         return gather(tools, func, *args, **kwargs)
-    given = {**dict(zip(facts.names, args, strict=False)), **kwargs}
+    given = facts.named(args, kwargs)
     outs = form(**{name: value for name, value in given.items() if name not in facts.outs})
-    order = _order(facts)
+    order = facts.functional_results
     return _written(tools, facts, given, list(zip(order, (outs,) if len(order) == 1 else outs, strict=True)))
 
 
-def _written(tools: Toolbox, facts: Signature, given: dict[str, Any], found: list[tuple[str | None, Any]]) -> Any:
+def _written(tools: Toolbox, facts: Schema, given: dict[str, Any], found: list[tuple[str | None, Any]]) -> Any:
     """What an operator gives, from its new results (by no name) and from what becomes of the arguments that it writes to."""
     pairs = [(name, *pair) for name, value in found if name is not None for pair in _pairs(given.get(name), value)]
     for name, target, value in pairs:
@@ -115,7 +92,7 @@ def _pairs(target: Any, value: Any) -> list[tuple[Any, Any]]:
     return [] if target is None else [(target, value)]
 
 
-def _check_fit(facts: Signature, target: Tensor, value: Tensor, resizes: bool) -> None:
+def _check_fit(facts: Schema, target: Tensor, value: Tensor, resizes: bool) -> None:
     """Refuse, as torch does, what a written tensor cannot hold, before any of them is written to."""
     if not torch.can_cast(value.dtype, target.dtype):
         raise OperatorError(
@@ -145,7 +122,7 @@ def _put(tools: Toolbox, target: Any, value: Any) -> None:
 
 def gather(tools: Toolbox, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the operator on whole tensors, on every rank; its new results are replicated."""
-    facts = signature(func)
+    facts = schema_of(func)
     mesh = tools.mesh(*args, *kwargs.values())
     note_fallback(facts.name)
     check(facts.name, 1, lambda: "it has no rule, so its inputs are gathered")
@@ -158,7 +135,7 @@ def gather(tools: Toolbox, func: Any, *args: Any, **kwargs: Any) -> Any:
             return local
         return [gathered(item) for item in value] if isinstance(value, list | tuple) else value
 
-    given = {**dict(zip(facts.names, args, strict=False)), **kwargs}
+    given = facts.named(args, kwargs)
     values = [_nothing(v) if name in facts.outs else gathered(v) for name, v in given.items()]
     outs, written = transport(mesh).each(partial(_aware, func, tuple(given)), mesh, *values)
     if facts.written:
@@ -198,7 +175,7 @@ def _made(value: Any) -> Any:
 
 def _aware(func: Any, names: tuple[str, ...], *values: Any) -> tuple[Any, list[Any]]:
     """The operator on whole tensors, and what it wrote; of complex ones it may take lazy conjugates on its way."""
-    facts = signature(func)
+    facts = schema_of(func)
     given = {name: _made(v) if name in facts.written else v for name, v in zip(names, values, strict=True)}
 
     def run() -> tuple[Any, list[Any]]:
@@ -233,9 +210,9 @@ def _wrapped(tools: Toolbox, value: Any, mesh: Any) -> Any:
     return type(value)(_wrapped(tools, item, mesh) for item in value) if isinstance(value, list | tuple) else value
 
 
-def writes_plain(cls: Any, facts: Signature, args: Any, kwargs: Any) -> bool:
+def writes_plain(cls: Any, facts: Schema, args: Any, kwargs: Any) -> bool:
     """Whether an operator writes to a plain tensor."""
-    given = {**dict(zip(facts.names, args, strict=False)), **kwargs}
+    given = facts.named(args, kwargs)
     targets = (target for name in facts.written for target, _ in _pairs(given.get(name), given.get(name)))
     return any(not isinstance(target, cls) for target in targets)
 
@@ -254,8 +231,8 @@ def is_mixed(cls: Any, args: Any) -> bool:
 
 def apart(tools: Toolbox, func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator on lists once for each mesh, and once for the plain tensors."""
-    facts, owners = signature(func), _owners(tools.cls, args)
-    given = {**dict(zip(facts.names, args, strict=False)), **kwargs}
+    facts, owners = schema_of(func), _owners(tools.cls, args)
+    given = facts.named(args, kwargs)
     outs: list[Any] = [None] * len(owners)
     for owner in dict.fromkeys(owners):
         indices = [i for i, other in enumerate(owners) if other is owner]

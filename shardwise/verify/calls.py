@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensor.schema import signature
+from ..base.schema import schema_of
 from .spread import filled, flat
 
 
@@ -28,7 +28,7 @@ class Sample:
     @property
     def name(self) -> str:
         """The overload as `aten.sum.dim_IntList`."""
-        return f"{signature(self.op).name}.{self.op._overloadname}"
+        return f"{schema_of(self.op).name}.{self.op._overloadname}"
 
     @property
     def tensors(self) -> list[Tensor]:

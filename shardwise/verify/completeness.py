@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.schema import schema_of
 from ..layouts.from_placements import make_layout
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Partial, Placement, Replicate, Shard
 from ..propagation.decide import State, decide, offers
 from ..propagation.notation import Rule
-from ..tensor.schema import signature
 from .calls import Sample
 from .compare import close
 from .soundness import MESHES, bound_call, kinds_of
@@ -71,7 +71,7 @@ def missing(samples: Sequence[Sample], rule: Rule) -> list[str]:
 def _tells(sample: Sample) -> bool:
     """Whether a sample has enough elements, on both sides, to tell a law from a coincidence; what writes is told by what does
     not."""
-    if signature(sample.op).written or any(word in sample.name for word in UNCHECKED):
+    if schema_of(sample.op).written or any(word in sample.name for word in UNCHECKED):
         return False
     results = [out for out in flat(sample.run()) if isinstance(out, Tensor)]
     floats = [t for t in sample.tensors if t.is_floating_point()] or sample.tensors

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ..base.argument_checks import a_function, a_text, choice, flag, instance, integers, optional, refuse, several
+from ..base.schema import schema_of
 from ..errors import OperatorError
 from ..layouts.placement import KINDS
 from ..propagation.table import TABLE, find
 from ..propagation.table import rule as add_row
 from ..tensor.dispatch import forget
-from ..tensor.schema import signature
 from .calls import Sample
 from .soundness import Counterexample, check
 
@@ -39,7 +39,7 @@ def rule(op: Any, sentence: str, *, samples: Sequence[tuple[Any, ...]], **words:
     a_text(sentence, "rule: sentence", "a text such as 'm k, k n -> m n'")
     samples = several(samples, "rule: samples", "several tuples of arguments of the operator")
     _check_words(words)
-    facts = signature(overload)
+    facts = schema_of(overload)
     _check_operator(facts, overload, samples)
     name = f"{facts.name}.{overload._overloadname}"
     add_row(f"{overload._schema.name}.{overload._overloadname}", sentence, **words)

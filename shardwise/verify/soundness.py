@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.schema import schema_of
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Partial, Placement, Replicate, Shard
 from ..propagation.decide import Candidate, State, along, offers
 from ..propagation.notation import Call, Rule
+from ..propagation.operator import operator_of
 from ..propagation.table import find
-from ..tensor.arguments import Arguments, bind
-from ..tensor.dispatch import Operator, carry_out
+from ..tensor.arguments import bind, keyed
+from ..tensor.dispatch import carry_out
 from ..tensor.dtensor import DTensor
-from ..tensor.schema import signature
 from .calls import Sample, literal
 from .compare import difference
 from .spread import shards_of, spread
@@ -112,7 +113,7 @@ def taking(choices: Sequence[Candidate], op: Any, *args: Any, **kwargs: Any) -> 
 def bound_call(sample: Sample, tensors: Sequence[DTensor]) -> Call:
     """The call of a sample as a rule reads it."""
     args, kwargs = sample.given(tensors)
-    return bind(sample.op, signature(sample.op), Arguments(DTensor, Operator(sample.op), tuple(args), kwargs))
+    return bind(operator_of(sample.op), keyed(DTensor, operator_of(sample.op), tuple(args), kwargs)[1])
 
 
 def trials(sample: Sample, rule: Rule) -> Iterator[Trial]:
@@ -136,7 +137,7 @@ def trials(sample: Sample, rule: Rule) -> Iterator[Trial]:
 
 
 def _candidates(sample: Sample, rule: Rule) -> list[Candidate]:
-    facts = signature(sample.op)
+    facts = schema_of(sample.op)
     if facts.written or not sample.tensors or (not rule.inputs and rule.function is None):
         return []
     replicated = [spread(tensor, MESHES[0], [Replicate()]) for tensor in sample.tensors]
@@ -208,7 +209,7 @@ def check(sample: Sample, rule: Rule) -> tuple[int, list[Counterexample]]:
     """How many trials of a sample there were, and those that are not what one device gives."""
     dense = [t.clone() for t in sample.tensors]
     want = sample.run(dense)
-    writes = bool(signature(sample.op).written)
+    writes = bool(schema_of(sample.op).written)
     found, count = [], 0
     for trial in trials(sample, rule):
         count += 1

@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.tensor.fallback import functional_form
-from shardwise.tensor.schema import signature
+from shardwise.base.schema import functional_form, schema_of
 from shardwise.verify.compare import difference
 from shardwise.verify.spread import filled, flat, spread
 
@@ -54,14 +53,14 @@ def writers() -> list[Any]:
     for full in sorted(torch._C._dispatch_get_all_op_names()):
         name, _, overload = full.removeprefix("aten::").partition(".")
         op = getattr(getattr(aten, name, None), overload or "default", None) if full.startswith("aten::") else None
-        if op is not None and signature(op).written:
+        if op is not None and schema_of(op).written:
             found.append(op)
     return found
 
 
 def several(op: Any) -> bool:
     """Whether an operator writes to more than one tensor."""
-    facts = signature(op)
+    facts = schema_of(op)
     return len(facts.written) > 1 or any("List" in str(a.type) for a in op._schema.arguments if a.name in facts.written)
 
 
@@ -84,7 +83,7 @@ class Recorder(TorchDispatchMode):
         self.noted: dict[Any, list[dict[str, Any]]] = {op: [] for op in wanted}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {**dict(zip(signature(func).names, args, strict=False)), **(kwargs or {})}
+        given = schema_of(func).named(args, kwargs or {})
         held = self.noted.get(func)
         if held is not None and len(held) < KEPT and sum(x.numel() for x in flat(given) if isinstance(x, Tensor)) <= LARGEST:
             held.append(tree_map_only(Tensor, lambda x: x.detach().resolve_conj().resolve_neg().clone(), given))
@@ -125,7 +124,7 @@ def runs(call: Call) -> bool:
 
 def compared(call: Call, read: int | None, kind: str) -> str | None:
     """How a call, its other arguments sharded along dim `read`, differs from one device; None where it does not."""
-    facts = signature(call.op)
+    facts = schema_of(call.op)
     want = _run(call, lambda x, i: x.clone(), lambda x: x.clone())
     got = _run(call, KINDS[kind], lambda x: distributed(x, read))
     for name in facts.written:
@@ -142,12 +141,12 @@ def compared(call: Call, read: int | None, kind: str) -> str | None:
 
 def _run(call: Call, written: Callable[[Tensor, int], Any], read: Callable[[Tensor], Any]) -> tuple[Any, dict[str, Any]]:
     """The results, and all arguments as they are after the call."""
-    facts = signature(call.op)
+    facts = schema_of(call.op)
     given = {name: value for name, value in call.inputs.items() if name in facts.names}
     if facts.outs:
         form = functional_form(call.op)
         outs = form(**tree_map_only(Tensor, torch.clone, call.inputs))
-        given |= dict(zip(facts.outs, (outs,) if len(signature(form).returns) == 1 else outs, strict=False))
+        given |= dict(zip(facts.outs, (outs,) if len(schema_of(form).returns) == 1 else outs, strict=False))
         for name in facts.outs:
             given[name] = tree_map_only(
                 Tensor, lambda x: torch.full_like(x, 77 if x.dtype is not torch.bool else 1), given[name]
@@ -227,7 +226,7 @@ def made(op: Any) -> list[dict[str, Any]]:
     name = op._schema.name.removeprefix("aten::")
     make = MADE.get(name.rstrip("_"))
     if make is not None:
-        given = dict(zip(signature(op).names, make(), strict=False))
+        given = schema_of(op).named(make(), {})
         needed = [a.name for a in op._schema.arguments if not a.has_default_value() and not a.is_out]
         return [given] if set(needed) == set(given) & set(needed) else []
     return [_lists(op)] if name.startswith(("_foreach_", "_fused_ad", "_fused_sgd")) else []

@@ -13,7 +13,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ..._torch.tensors import OpOverload, collectives, schema
+from ..._torch.tensors import OpOverload, collectives
+from ...base.schema import schema_of
 from .graph import CLONE, WAIT, add, epochs, escapes, is_, mutates, nbytes, order, value
 
 aten = torch.ops.aten
@@ -175,7 +176,7 @@ def _alike(graph: Graph, group: str) -> set[Node]:
 
 def _is_function(target: OpOverload) -> bool:
     """Whether an operator's result depends on its arguments alone."""
-    return not (schema(target).is_mutable or torch.Tag.nondeterministic_seeded in target.tags or "empty" in str(target))
+    return not (schema_of(target).written or schema_of(target).random or "empty" in str(target))
 
 
 def _reduce_at(node: Node, found: Linear) -> bool:

@@ -16,7 +16,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ..._torch.compiler import keep_alive
-from ..._torch.tensors import OpOverload, collectives, schema
+from ..._torch.tensors import OpOverload, collectives
+from ...base.schema import schema_of
 
 WAIT = collectives.wait_tensor.default
 CLONE = torch.ops.aten.clone.default
@@ -69,14 +70,13 @@ def is_view(node: Node) -> bool:
     """Whether the result of a node is a view: it shares memory with an argument."""
     if not isinstance(node.target, OpOverload):
         return False
-    returns = schema(node.target).returns
-    return node.target is WAIT or any(out.alias_info is not None and not out.alias_info.is_write for out in returns)
+    return node.target is WAIT or schema_of(node.target).view
 
 
 def mutates(node: Node) -> bool:
     """Whether a node may change what other nodes read. Random numbers and collectives do not."""
     if isinstance(node.target, OpOverload):
-        return bool(schema(node.target).is_mutable)
+        return bool(schema_of(node.target).written)
     return node.op == "call_function" and getattr(node.target, "__module__", "") not in _ARITHMETIC
 
 

@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_map_only
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise._torch.tensors import decompositions
+from shardwise.base.schema import schema_of
 from shardwise.errors import OperatorError
+from shardwise.propagation.operator import operator_of
 from shardwise.propagation.table import find
 from shardwise.tensor.fallback import choose, decompose
-from shardwise.tensor.schema import signature
 from shardwise.verify.compare import difference
 from shardwise.verify.spread import spread
 
@@ -122,8 +123,8 @@ class Decomposed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        served = func.namespace == "aten" and find(func) is None and not signature(func).written
-        if served and self.counts[func] < 40 and choose(func, signature(func)) is decompose:
+        served = func.namespace == "aten" and find(func) is None and not schema_of(func).written
+        if served and self.counts[func] < 40 and choose(operator_of(func)) is decompose:
             self.counts[func] += 1
             own = tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
             found = decompositions[func](*own[0], **own[1])
