@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import OperatorError
-from ..layouts.layout import Layout
+from ..layouts.layout import Factor, Layout
 
 Kernel = Callable[..., Any]
 #: Turns a call and the layouts chosen for its tensors into the function to run on each rank (or a tuple of it and what it
@@ -117,6 +117,11 @@ class Call:
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
+
+    def result(self, index: int, dims: Iterable[Iterable[Factor]], partials: Iterable[tuple[str, str]] = ()) -> Layout:
+        """The layout of a result on the mesh of the first tensor, with the dtype and the stride that it has on one device."""
+        one = self.results[index]
+        return Layout.of(self.tensors[0].mesh, dims, partials, one.dtype, one.stride)
 
     def dims(self, name: str, ndim: int | None = None) -> tuple[int, ...]:
         """The dims an argument names, counted from the front; all where it is None or empty."""

@@ -67,7 +67,7 @@ def _by_group(inputs: Patterns, outputs: Patterns, call: Call) -> Proposal | Non
     """Shard batch, or whole groups of query heads (h) with the key heads that serve them (g)."""
     if call["dropout_p"]:
         return None if call.name.endswith("backward") else Proposal((), (), program=seeded)
-    query, heads, groups = call["query"], call["query"].shape[1], call["key"].shape[1]
+    heads, groups = call["query"].shape[1], call["key"].shape[1]
     if groups in (heads, 1):
         return None
     names: list[tuple[str, ...]] = [()] * len(call.tensors)
@@ -82,15 +82,14 @@ def _by_group(inputs: Patterns, outputs: Patterns, call: Call) -> Proposal | Non
         for layout, letters in zip(call.tensors, names, strict=True)
     )
     results = []
-    for pattern, result in zip(outputs, call.results, strict=False):
+    for i, (pattern, result) in enumerate(zip(outputs, call.results, strict=False)):
         letters = () if pattern.same else labels(pattern, call, len(result.shape))
-        placed = _placed(result.shape, letters, dims)
-        results.append(Layout.of(query.mesh, placed, (), result.dtype, result.stride))
+        results.append(call.result(i, _placed(result.shape, letters, dims)))
     return Proposal(wants, tuple(results), kernel=_checked(call, wants))
 
 
 def _axes(call: Call, names: list[tuple[str, ...]]) -> dict[str, list[str]]:
-    """The axes that sharding the batch and those that sharding heads: as the query has it now, else the key, else any other
+    """The axes that shard the batch and those that sharding heads: as the query has it now, else the key, else any other
     tensor."""
     found: dict[str, list[str]] = {"b": [], "h": []}
     first = (call["query"], call["key"])

@@ -65,11 +65,11 @@ def _bags(tools: Toolbox, op: Any, weight: Any, indices: Any, offsets: Any, *res
     weight = weight if tools.is_distributed(weight) else tools.replicated(weight, mesh)
     have, mode = tools.layout(weight), words[1]
     rows = have.dims[0] if mode != MAX and len(have.dims[0]) == 1 else (whole(have.shape[0]),)
-    pending = [item for item in have.partials if mode != MAX and item[1] in ("sum", "avg")]
-    held = have.replace(dims=[rows, have.dims[1]], partials=pending)
+    partials = [item for item in have.partials if mode != MAX and item[1] in ("sum", "avg")]
+    held = have.replace(dims=[rows, have.dims[1]], partials=partials)
     kernel = _own_rows(op, words, ShardPosition(held, 0)) if held.axes_of(0) else _all_rows(op, words)
     outs = tools.each(kernel, mesh, tools.move(weight, held), *plain, tools.offset(held, 0))
-    summed = [*pending, *((axis, "sum") for axis in held.axes_of(0))]
+    summed = [*partials, *((axis, "sum") for axis in held.axes_of(0))]
     bags = Layout.of(mesh, [[whole(outs[0].shape[0])], held.dims[1]], summed, held.dtype)
     others = [make_layout(x.shape, mesh, [Replicate()] * mesh.ndim, x.dtype) for x in outs[1:]]
     if mode == MAX:

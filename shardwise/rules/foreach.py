@@ -58,8 +58,7 @@ def _foreach(call: Call) -> Proposal:
             return Proposal((), (), program=_one_by_one)
         wanted.append(aligned)
         if not in_place:
-            one = call.results[i]
-            results.append(Layout.of(lead.mesh, lead.dims, (), one.dtype, one.stride))
+            results.append(call.result(i, lead.dims))
     return Proposal(_flattened(call, wanted), tuple(results))
 
 
@@ -115,8 +114,8 @@ def _norms(tools: Toolbox, op: Any, tensors: Sequence[Any], order: float = 2, dt
         layout = tools.layout(x).reduced()
         x = tools.move(x, layout, "_foreach_norm")
         local = tools.each(_power, layout.mesh, x, order, dtype)
-        pending = [(axis, "sum") for axis in layout.states]
-        out = Layout.of(layout.mesh, (), pending, dtype or layout.dtype)
+        partials = [(axis, "sum") for axis in layout.states]
+        out = Layout.of(layout.mesh, (), partials, dtype or layout.dtype)
         powers.append(tools.wrap(local, out))
         groups.setdefault(out, []).append(i)
     norms: list[Any] = [None] * len(powers)
@@ -152,10 +151,10 @@ def _fused(call: Call) -> Proposal:
 
 
 def _fused_after_moves(tools: Toolbox, op: Any, params: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-    """Bring gradients and states to their parameter's layout, update, and copy what was brought back."""
+    """Bring gradients and states to their parameter's layout, update, and copy what was moved back."""
     moved: list[tuple[Any, Any]] = []
 
-    def brought(x: Any, parameter: Any) -> Any:
+    def aligned(x: Any, parameter: Any) -> Any:
         if not tools.is_distributed(x) or x.shape != parameter.shape:
             return x
         goal = tools.layout(x).replace(dims=tools.layout(parameter).dims, partials=())
@@ -167,7 +166,7 @@ def _fused_after_moves(tools: Toolbox, op: Any, params: Sequence[Any], *args: An
     def column(arg: Any) -> Any:
         if not isinstance(arg, list | tuple):
             return arg
-        return [brought(x, p) for x, p in zip(arg, params, strict=False)] if arg else []
+        return [aligned(x, p) for x, p in zip(arg, params, strict=False)] if arg else []
 
     op(params, *map(column, args), **kwargs)
     for original, copy in moved:
@@ -181,10 +180,10 @@ def _unscale(tools: Toolbox, op: Any, grads: Sequence[Any], found: Tensor, inver
     """Each rank scales its shards; what is not finite in any of them is found on every rank."""
     mesh = tools.layout(grads[0]).mesh
     whole = [tools.move(grad, tools.layout(grad).reduced()) for grad in grads]
-    cut = dict.fromkeys(axis for grad in whole for axis in tools.layout(grad).states)
+    axes = dict.fromkeys(axis for grad in whole for axis in tools.layout(grad).states)
     factor = tools.replicated(inverse, mesh)
     local = tools.each(_unscaled, mesh, [tools.local(grad) for grad in whole], factor)
-    layout = Layout.of(mesh, (), [(axis, "max") for axis in cut], torch.float32)
+    layout = Layout.of(mesh, (), [(axis, "max") for axis in axes], torch.float32)
     found.copy_(torch.maximum(found, tools.move(tools.wrap(local, layout), layout.reduced())))
     for grad, one in zip(grads, whole, strict=True):
         if tools.layout(grad).partials:

@@ -23,8 +23,8 @@ aten = torch.ops.aten
 def _stepwise(call: Call) -> Proposal | None:
     """In two steps where some, but not all, of the dims are sharded; the last dim is the one that is real on one side."""
     layout, dims = call.tensors[0], call.dims("dim")
-    cut = [d for d in dims if layout.axes_of(d)]
-    return Proposal((), (), program=_STEPS[call.name]) if cut and len(dims) > 1 and call["dim"] else None
+    sharded = [d for d in dims if layout.axes_of(d)]
+    return Proposal((), (), program=_STEPS[call.name]) if sharded and len(dims) > 1 and call["dim"] else None
 
 
 def _apart(tools: Toolbox, x: Any, dims: list[int]) -> tuple[list[int], list[int]]:

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.tensors import decompositions
-from ..layouts.layout import Factor, Layout, PerRank, sharded
+from ..layouts.layout import Layout
 from ..propagation.notation import Call, Proposal
 from ..propagation.table import rule
 from ..tensor.toolbox import Toolbox
-from .shard_position import ShardPosition, at_least_one, indices, keep, padded
+from .shard_position import ShardPosition, at_least_one, keep, padded
 
 aten = torch.ops.aten
 
@@ -29,14 +28,14 @@ def _dim(call: Call) -> int:
     return int(call["dim"]) % max(call.tensors[0].ndim, 1)
 
 
-def _is_cut(layout: Layout, dim: int) -> bool:
+def _is_sharded(layout: Layout, dim: int) -> bool:
     return dim < layout.ndim and bool(layout.axes_of(dim))
 
 
 def _read(call: Call, wants: Sequence[Layout]) -> Any:
     """Read what this rank holds; the rest is zero."""
     dim = _dim(call)
-    if not _is_cut(wants[0], dim):
+    if not _is_sharded(wants[0], dim):
         return None
     shard, op = ShardPosition(wants[0], dim), call.op
 
@@ -57,7 +56,7 @@ def _read(call: Call, wants: Sequence[Layout]) -> Any:
 def _write(call: Call, wants: Sequence[Layout]) -> Any:
     """Write the rows that this rank holds, and the others to a spare row."""
     dim = _dim(call)
-    if not _is_cut(wants[0], dim):
+    if not _is_sharded(wants[0], dim):
         return None
     shard, op, in_place = ShardPosition(wants[0], dim), call.op, call.written is not None
 
@@ -138,11 +137,9 @@ def _with_one_index(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
 def _if_without_dims(call: Call) -> Proposal | None:
     """A tensor without dims is indexed whole: its one row has no dim that could be sharded. An index without dims is one of
     one."""
-    first, one = call.tensors[0], call.results[0]
-    if first.ndim:
+    if call.tensors[0].ndim:
         return None if call["index"].ndim else Proposal((), (), program=_with_one_index)
-    result = Layout.of(first.mesh, (), (), one.dtype, one.stride)
-    return Proposal(tuple(t.replicated() for t in call.tensors), (result,))
+    return Proposal(tuple(t.replicated() for t in call.tensors), (call.result(0, ()),))
 
 
 # ── rows along a dim ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -207,138 +204,3 @@ def _triangle(call: Call, wants: Sequence[Layout]) -> Any:
 
 
 rule("tril triu", "... -> ...", linear=((0,),), passes="all", kernel=_triangle)
-
-# ── gradients of slices ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _local_shape(layout: Layout) -> list[int] | PerRank:
-    return list(layout.local_shape(0)) if layout.even else PerRank(lambda place: list(layout.local_shape(place)))
-
-
-def _select_backward(call: Call) -> Proposal:
-    """A dim comes back, whole; all else is as it was."""
-    grad, one, dim = call.tensors[0], call.results[0], int(call["dim"]) % len(call["input_sizes"])
-    size = Factor(one.shape[dim], (), (one.shape[dim],))
-    dims = [*grad.dims[:dim], (size,), *grad.dims[dim:]]
-    out = Layout.of(grad.mesh, dims, grad.partials, one.dtype, one.stride)
-    return Proposal((grad,), (out,), {"input_sizes": _local_shape(out)})
-
-
-def _slice_backward(call: Call) -> Proposal:
-    """Each rank keeps what it has of the slice, in a shard of the whole that holds it."""
-    grad, one, dim = call.tensors[0], call.results[0], int(call["dim"]) % call.tensors[0].ndim
-    size, step = one.shape[dim], int(call["step"])
-    start, *_ = indices(call["start"], call["end"], step, size)
-    if len(grad.dims[dim]) > 1:
-        grad = grad.without(grad.axes_of(dim))
-    factor = grad.dims[dim][0]
-    around = _around(factor, size, start, step, grad)
-    dims = [(around,) if i == dim else own for i, own in enumerate(grad.dims)]
-    out = Layout.of(grad.mesh, dims, grad.partials, one.dtype, one.stride)
-    edits: dict[str, Any] = {"input_sizes": _local_shape(out)}
-    if factor.axes:
-        spans = _spans(factor, around, start, step)
-        here = PerRank(lambda place: spans[grad.shard(factor, place)])
-        edits |= {"start": PerRank(lambda place: here.at(place)[0]), "end": PerRank(lambda place: here.at(place)[1])}
-    return Proposal((grad,), (out,), edits)
-
-
-def _starts(factor: Factor) -> list[int]:
-    return [sum(factor.sizes[:i]) for i in range(len(factor.sizes))]
-
-
-def _around(factor: Factor, size: int, start: int, step: int, layout: Layout) -> Factor:
-    """A sharding of the whole in which each shard of the slice lies in its shard: the default one, else with no gap between."""
-    if not factor.axes:
-        return Factor(size, (), (size,))
-    first = [start + begin * step for begin in _starts(factor)]
-    last = [start + (begin + n - 1) * step for begin, n in zip(_starts(factor), factor.sizes, strict=True)]
-    default = sharded(size, factor.axes, layout.mesh)
-    held = list(zip(_starts(default), default.sizes, first, last, factor.sizes, strict=True))
-    if all(n == 0 or (begin <= low and high < begin + length) for begin, length, low, high, n in held):
-        return default
-    sizes, end = [0] * len(factor.sizes), size
-    for i in reversed(range(len(factor.sizes))):
-        if factor.sizes[i]:
-            begin = first[i] if any(factor.sizes[:i]) else 0
-            sizes[i], end = end - begin, begin
-    return Factor(size, factor.axes, tuple(sizes))
-
-
-def _spans(factor: Factor, around: Factor, start: int, step: int) -> list[tuple[int, int]]:
-    """For each shard, where its part of the slice begins and ends in its part of the whole."""
-    spans = []
-    for begin, base, n in zip(_starts(factor), _starts(around), factor.sizes, strict=True):
-        low = start + begin * step - base
-        spans.append((low, low + (n - 1) * step + 1) if n else (0, 0))
-    return spans
-
-
-def _diagonal_backward(call: Call) -> Proposal:
-    """The diagonal is a slice of the rows, and each rank keeps its part of it in rows that hold that part."""
-    grad, one, offset = call.tensors[0], call.results[0], int(call["offset"])
-    ndim = len(one.shape)
-    rows, columns = int(call["dim1"]) % ndim, int(call["dim2"]) % ndim
-    if len(grad.dims[-1]) > 1:
-        grad = grad.without(grad.axes_of(-1))
-    factor = grad.dims[-1][0]
-    around = _around(factor, one.shape[rows], max(0, -offset), 1, grad)
-    rest = iter(grad.dims)
-    placed = {rows: (around,), columns: (Factor(one.shape[columns], (), (one.shape[columns],)),)}
-    dims = [placed[d] if d in placed else next(rest) for d in range(ndim)]
-    out = Layout.of(grad.mesh, dims, grad.partials, one.dtype, one.stride)
-    edits: dict[str, Any] = {"input_sizes": _local_shape(out)}
-    if factor.axes:
-        starts = _starts(around)
-        edits["offset"] = PerRank(lambda place: offset + starts[grad.shard(factor, place)])
-    return Proposal((grad,), (out,), edits)
-
-
-def _unfold_backward(call: Call) -> Proposal:
-    """Windows overlap, so the dim that they were taken of is whole, as are they."""
-    grad, one = call.tensors[0], call.results[0]
-    dim = int(call["dim"]) % max(len(one.shape), 1)
-    kept = [(axis, kind) for axis, kind in grad.partials if kind in ("sum", "avg")]
-    gone = {axis for d in (dim, grad.ndim - 1) for axis in grad.axes_of(d)}
-    grad = grad.replace(partials=kept).without(gone)
-    size = [Factor(one.shape[dim], (), (one.shape[dim],))] if one.shape else []
-    dims = [size if d == dim else own for d, own in enumerate(grad.dims[:-1])]
-    out = Layout.of(grad.mesh, dims, kept, one.dtype, one.stride)
-    return Proposal((grad,), (out,), {"input_sizes": _local_shape(out)})
-
-
-def _strided_scatter(call: Call) -> Proposal:
-    """Strides are those of the whole tensor."""
-    one, wants = call.results[0], tuple(t.replicated() for t in call.tensors)
-    return Proposal(wants, (wants[0].replace(stride=one.stride),))
-
-
-def _in_own_dtype(tools: Toolbox, op: Any, x: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-    """What torch's decomposition gives, in the dtype of what is written to; it takes sources and indices that do not fit."""
-    view = aten.select.int if op is aten.select_scatter.default else aten.slice.Tensor
-    part = view(torch.empty(x.shape, device="meta"), *args, **kwargs)
-    if part.shape != source.shape:
-        raise RuntimeError(f"{tools.operator}: a source of shape {list(source.shape)} for a part of shape {list(part.shape)}")
-    return decompositions[op](x, source.to(x.dtype), *args, **kwargs)
-
-
-rule("select_scatter slice_scatter", program=_in_own_dtype)
-rule("as_strided_scatter", function=_strided_scatter)
-rule("slice_backward", function=_slice_backward)
-rule("diagonal_backward", function=_diagonal_backward)
-rule("unfold_backward", function=_unfold_backward)
-rule("select_backward", function=_select_backward)
-
-# ── to one truth value ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _equal(tools: Toolbox, op: Any, self: Any, other: Any) -> bool:
-    return self.shape == other.shape and bool((self == other).all())
-
-
-def _allclose(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> bool:
-    return bool(aten.isclose(*args, **kwargs).all())
-
-
-rule("equal", program=_equal)
-rule("allclose", program=_allclose)

@@ -1,5 +1,5 @@
-"""`Halo`: the rows that windows along a sharded dim need of other ranks' shards; brought before an operator, given back after
-it.
+"""`Halo`: the rows that windows along a sharded dim need of other ranks' shards; received before an operator runs, and their
+gradients given back after it.
 
 A rank's *stretch* is every row that its windows look at, padding included: its own rows, those that others send it, and rows
 outside of the tensor, which are zeros until they are filled. Reads local values and shardings; knows nothing of operators.
@@ -8,7 +8,7 @@ outside of the tensor, which are zeros until they are filled. Reads local values
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -34,19 +34,19 @@ class Windows(NamedTuple):
     total: int
 
 
-class Part(NamedTuple):
+class Rows(NamedTuple):
     """Rows of a shard or of a stretch: the first, and how many."""
 
     first: int
     rows: int
 
 
-class Message(NamedTuple):
+class Transfer(NamedTuple):
     """What each shard sends to the one `shift` further: which rows of its shard; and where in the other's stretch they go."""
 
     shift: int
-    given: tuple[Part, ...]
-    taken: tuple[Part, ...]
+    given: tuple[Rows, ...]
+    taken: tuple[Rows, ...]
 
 
 class Stretch(NamedTuple):
@@ -54,7 +54,7 @@ class Stretch(NamedTuple):
 
     first: int
     rows: int
-    own: Part
+    own: Rows
     at: int
 
 
@@ -65,7 +65,7 @@ class Halo(NamedTuple):
     dim: int
     held: Factor
     stretches: tuple[Stretch, ...]
-    messages: tuple[Message, ...]
+    messages: tuple[Transfer, ...]
     received: int
     outside: bool
 
@@ -78,16 +78,6 @@ class Halo(NamedTuple):
         return Number(lambda place: self.stretches[layout.shard(self.held, place)].first)
 
 
-def intervals(sizes: Sequence[int]) -> list[Run]:
-    """Sizes as intervals, one behind the other.
-
-    >>> intervals((2, 0, 3))
-    [(0, 2), (2, 2), (2, 5)]
-    """
-    stops = list(accumulate(sizes))
-    return list(zip([0, *stops], stops, strict=False))
-
-
 def share(held: Factor, windows: Windows) -> tuple[int, ...]:
     """How many windows each shard takes: equal chunks, or those whose middle it holds, whichever lets it lack fewer rows.
 
@@ -95,7 +85,7 @@ def share(held: Factor, windows: Windows) -> tuple[int, ...]:
     (5, 1, 3)
     """
     stride, pad, span, total = windows
-    middles = [-(-(2 * (stop + pad) - span + 1) // (2 * stride)) for stop in accumulate(held.sizes)]
+    middles = [-(-(2 * (stop + pad) - span + 1) // (2 * stride)) for stop in held.starts[1:]]
     stops = [*(min(max(stop, 0), total) for stop in middles[:-1]), total]
     near = tuple(b - a for a, b in zip([0, *stops], stops, strict=False))
     equal = default_sizes(total, [len(held.sizes)])
@@ -106,7 +96,7 @@ def _lacking(held: Factor, sizes: tuple[int, ...], windows: Windows) -> tuple[in
     """The most rows that a shard lacks, and all together."""
     lacking = [
         stop - start - _length(_common((start, stop), own))
-        for (start, stop), own in zip(_needs(held, sizes, windows), intervals(held.sizes), strict=True)
+        for (start, stop), own in zip(_needs(held, sizes, windows), pairwise(held.starts), strict=True)
     ]
     return max(lacking), sum(lacking)
 
@@ -114,7 +104,7 @@ def _lacking(held: Factor, sizes: tuple[int, ...], windows: Windows) -> tuple[in
 def _needs(held: Factor, sizes: Sequence[int], windows: Windows) -> list[Run]:
     """The rows of the tensor that each shard's windows look at."""
     needs = []
-    for start, stop in intervals(sizes):
+    for start, stop in pairwise(accumulate(sizes, initial=0)):
         first = start * windows.stride - windows.pad
         last = (stop - 1) * windows.stride - windows.pad + windows.span
         need = _common((first, last), (0, held.size))
@@ -137,16 +127,16 @@ def halo(dim: int, held: Factor, sizes: tuple[int, ...], windows: Windows) -> Ha
 
     A shard without windows has one of rows outside, since operators take no empty planes.
 
-    >>> halo(0, Factor(8, ("tp",), (4, 4)), (4, 4), Windows(1, 1, 3, 8)).messages[1]
-    Message(shift=1, given=(Part(first=3, rows=1), Part(first=3, rows=1)), taken=(Part(first=0, rows=1), Part(first=0, rows=1)))
+    >>> halo(0, Factor(8, ("tp",), (4, 4)), (4, 4), Windows(1, 1, 3, 8)).messages[1].given
+    (Rows(first=3, rows=1), Rows(first=3, rows=1))
     """
-    shards, needs = intervals(held.sizes), _needs(held, sizes, windows)
+    shards, needs = list(pairwise(held.starts)), _needs(held, sizes, windows)
     stretches = []
-    for (start, stop), shard, need in zip(intervals(sizes), shards, needs, strict=True):
+    for (start, stop), shard, need in zip(pairwise(accumulate(sizes, initial=0)), shards, needs, strict=True):
         first = start * windows.stride - windows.pad
         rows = (max(stop - start, 1) - 1) * windows.stride + windows.span
         both = _common(shard, need)
-        own = Part(both[0] - shard[0], _length(both)) if _length(both) else Part(0, 0)
+        own = Rows(both[0] - shard[0], _length(both)) if _length(both) else Rows(0, 0)
         stretches.append(Stretch(first, rows, own, both[0] - first if own.rows else 0))
     shifts = [*range(1 - len(shards), 0), *range(1, len(shards))]
     messages = [found for shift in shifts if (found := _message(shift, shards, needs, stretches))]
@@ -154,36 +144,36 @@ def halo(dim: int, held: Factor, sizes: tuple[int, ...], windows: Windows) -> Ha
     return Halo(dim, held, tuple(stretches), tuple(messages), _lacking(held, sizes, windows)[0], outside)
 
 
-def _message(shift: int, shards: Sequence[Run], needs: Sequence[Run], stretches: Sequence[Stretch]) -> Message | None:
+def _message(shift: int, shards: Sequence[Run], needs: Sequence[Run], stretches: Sequence[Stretch]) -> Transfer | None:
     """What goes `shift` shards further; None where nothing does.
 
-    A shard at the end of the axis, which has no such neighbour, shardings out what the others do and sends it to nobody, and
+    A shard at the end of the axis, which has no such neighbour, sends what the others do to nobody, and
     takes zeros for rows outside, wherever this makes all shards do the same: then one traced program serves them all.
     """
     count = len(shards)
     runs = {t: _common(shards[t], needs[t + shift]) for t in range(count) if 0 <= t + shift < count}
     if not any(map(_length, runs.values())):
         return None
-    given = {t: Part(run[0] - shards[t][0], _length(run)) if _length(run) else Part(0, 0) for t, run in runs.items()}
-    taken = {t + shift: Part(run[0] - stretches[t + shift].first, _length(run)) for t, run in runs.items() if _length(run)}
-    taken = {t + shift: taken.get(t + shift, Part(0, 0)) for t in runs}
+    given = {t: Rows(run[0] - shards[t][0], _length(run)) if _length(run) else Rows(0, 0) for t, run in runs.items()}
+    taken = {t + shift: Rows(run[0] - stretches[t + shift].first, _length(run)) for t, run in runs.items() if _length(run)}
+    taken = {t + shift: taken.get(t + shift, Rows(0, 0)) for t in runs}
     same_given, same_taken = _same(given.values()), _same(taken.values())
-    return Message(
+    return Transfer(
         shift,
         tuple(given.get(t) or _if_within(same_given, [(0, _length(shards[t]))]) for t in range(count)),
         tuple(taken.get(s) or _if_within(same_taken, _outside(stretches[s], needs[s])) for s in range(count)),
     )
 
 
-def _same(parts: Iterable[Part]) -> Part:
+def _same(parts: Iterable[Rows]) -> Rows:
     """What all shards have in common."""
     several = set(parts)
-    return several.pop() if len(several) == 1 else Part(0, 0)
+    return several.pop() if len(several) == 1 else Rows(0, 0)
 
 
-def _if_within(part: Part, runs: Iterable[Run]) -> Part:
+def _if_within(part: Rows, runs: Iterable[Run]) -> Rows:
     fits = any(first <= part.first and part.first + part.rows <= stop for first, stop in runs)
-    return part if fits else Part(0, 0)
+    return part if fits else Rows(0, 0)
 
 
 def _outside(stretch: Stretch, need: Run) -> list[Run]:
@@ -196,12 +186,12 @@ def _outside(stretch: Stretch, need: Run) -> list[Run]:
 # ── rows on their way ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def brought(x: Tensor, halos: tuple[Halo, ...], layout: Layout, fill: Any = 0) -> Tensor:
+def with_halos(x: Tensor, halos: tuple[Halo, ...], layout: Layout, fill: Any = 0) -> Tensor:
     """Every rank's stretch, from its shard: dim after dim, so that corners come too. Rows outside hold `fill`."""
     mesh = layout.mesh
     for number, one in enumerate(halos):
         given, taken, stretch, _, shapes, goals, sources = _facts(halos[: number + 1], layout)
-        sent = [transport(mesh).each(_cut_out, mesh, x, one.dim, part) for part in given]
+        sent = [transport(mesh).each(_taken_out, mesh, x, one.dim, part) for part in given]
         came = _sent(sent, goals, sources, shapes, mesh)
         x = transport(mesh).each(_laid_out, mesh, x, came, taken, one.dim, stretch)
         if fill and one.outside:
@@ -210,18 +200,18 @@ def brought(x: Tensor, halos: tuple[Halo, ...], layout: Layout, fill: Any = 0) -
     return x
 
 
-def given_back(x: Tensor, halos: tuple[Halo, ...], layout: Layout) -> Tensor:
+def give_back(x: Tensor, halos: tuple[Halo, ...], layout: Layout) -> Tensor:
     """The way back: what each rank has for the rows of its stretch goes to the ranks that hold these, and is added there."""
     mesh = layout.mesh
     for number, one in reversed(list(enumerate(halos))):
         given, taken, stretch, shape, _, goals, sources = _facts(halos[: number + 1], layout)
-        sent = [transport(mesh).each(_cut_out, mesh, x, one.dim, part) for part in taken]
+        sent = [transport(mesh).each(_taken_out, mesh, x, one.dim, part) for part in taken]
         came = _sent(sent, sources, goals, [_with_rows(shape, one.dim, part) for part in given], mesh)
         x = transport(mesh).each(_added, mesh, x, came, given, one.dim, shape, stretch)
     return x
 
 
-class Facts(NamedTuple):
+class RankFacts(NamedTuple):
     """What is known of the last of some halos, for each place: the rows to send and to take, its stretch, the shape of what it
     is made from and of what comes; and the routes."""
 
@@ -235,7 +225,7 @@ class Facts(NamedTuple):
 
 
 @memo("halos of layouts", limit=1024)
-def _facts(halos: tuple[Halo, ...], layout: Layout) -> Facts:
+def _facts(halos: tuple[Halo, ...], layout: Layout) -> RankFacts:
     *earlier, one = halos
     shape = PerRank(layout.local_shape)
     for before in earlier:
@@ -244,7 +234,7 @@ def _facts(halos: tuple[Halo, ...], layout: Layout) -> Facts:
     taken = [one.per_rank(layout, message.taken) for message in one.messages]
     goals, sources = ([_route(one, layout, sign * message.shift) for message in one.messages] for sign in (1, -1))
     shapes = [_with_rows(shape, one.dim, part) for part in taken]
-    return Facts(given, taken, one.per_rank(layout, one.stretches), shape, shapes, goals, sources)
+    return RankFacts(given, taken, one.per_rank(layout, one.stretches), shape, shapes, goals, sources)
 
 
 def _with_rows(shape: PerRank, dim: int, part: PerRank) -> PerRank:
@@ -272,7 +262,7 @@ def _route(one: Halo, layout: Layout, shift: int) -> str:
     return f"ranks {','.join(pairs)}"
 
 
-def _cut_out(x: Tensor, dim: int, part: Part) -> Tensor:
+def _taken_out(x: Tensor, dim: int, part: Rows) -> Tensor:
     return x.narrow(dim, part.first, part.rows).contiguous()
 
 
@@ -280,7 +270,7 @@ def _zeros(x: Tensor, dim: int, rows: int) -> Tensor:
     return x.new_zeros([rows if d == dim else n for d, n in enumerate(x.shape)])
 
 
-def _laid_out(x: Tensor, came: Sequence[Tensor], taken: Sequence[Part], dim: int, stretch: Stretch) -> Tensor:
+def _laid_out(x: Tensor, came: Sequence[Tensor], taken: Sequence[Rows], dim: int, stretch: Stretch) -> Tensor:
     """A stretch from a shard and what came; zeros where nothing did."""
     if stretch.own.rows == stretch.rows == x.shape[dim]:
         return x
@@ -303,7 +293,7 @@ def _filled(x: Tensor, dim: int, size: int, first: Tensor, fill: Any) -> Tensor:
 
 
 def _added(
-    x: Tensor, came: Sequence[Tensor], given: Sequence[Part], dim: int, shape: tuple[int, ...], stretch: Stretch
+    x: Tensor, came: Sequence[Tensor], given: Sequence[Rows], dim: int, shape: tuple[int, ...], stretch: Stretch
 ) -> Tensor:
     """A shard from a stretch and what came for it."""
     if not came and stretch.own.rows == shape[dim] == x.shape[dim]:

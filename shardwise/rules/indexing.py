@@ -53,7 +53,7 @@ def _has_masks(call: Call) -> bool:
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Cuts:
+class _ShardedDims:
     """The indexed dims that are sharded, and the numbers that kernels need of them."""
 
     def __init__(self, layout: Layout, indexed: Sequence[int]) -> None:
@@ -83,44 +83,44 @@ class _Cuts:
 
 def _read(indexed: Sequence[int], behind: int, call: Call, wants: Sequence[Layout]) -> Any:
     """Read what this rank holds; the rest is zero. `behind`: how many dims of the result come after those of the indices."""
-    cuts, op = _Cuts(wants[0], indexed), call.op
-    if not cuts.shards:
+    sharding, op = _ShardedDims(wants[0], indexed), call.op
+    if not sharding.shards:
         return None
 
     def kernel(x: Tensor, indices: Sequence[Any], *numbers: Tensor) -> Tensor:
-        positions, mine = cuts.local(x, indices, numbers, spare=False)
-        for dim in cuts.shards:
+        positions, mine = sharding.local(x, indices, numbers, spare=False)
+        for dim in sharding.shards:
             x = at_least_one(x, dim)
         try:
             found = op(x, positions)
         except (IndexError, RuntimeError) as error:
-            raise cuts.naming(error, indices) from None
+            raise sharding.naming(error, indices) from None
         return keep(found, mine[(..., *[None] * behind)])
 
-    return kernel, *cuts.numbers
+    return kernel, *sharding.numbers
 
 
 def _write(indexed: Sequence[int], call: Call, wants: Sequence[Layout]) -> Any:
     """Write what this rank holds, and the rest to a spare row."""
-    cuts, op, in_place = _Cuts(wants[0], indexed), call.op, call.written is not None
-    if not cuts.shards:
+    sharding, op, in_place = _ShardedDims(wants[0], indexed), call.op, call.written is not None
+    if not sharding.shards:
         return None
 
     def kernel(x: Tensor, indices: Sequence[Any], values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        count = len(args) - len(cuts.numbers)
-        positions, _ = cuts.local(x, indices, args[count:], spare=True)
+        count = len(args) - len(sharding.numbers)
+        positions, _ = sharding.local(x, indices, args[count:], spare=True)
         out = x
-        for dim in cuts.shards:
+        for dim in sharding.shards:
             out = padded(out, dim)
         try:
             out = op(out, positions, values, *args[:count], **kwargs)
         except (IndexError, RuntimeError) as error:
-            raise cuts.naming(error, indices) from None
-        for dim in cuts.shards:
+            raise sharding.naming(error, indices) from None
+        for dim in sharding.shards:
             out = out.narrow(dim, 0, x.shape[dim])
         return x.copy_(out) if in_place else out.contiguous()
 
-    return kernel, *cuts.numbers
+    return kernel, *sharding.numbers
 
 
 # ── sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -153,8 +153,8 @@ def _index_put(call: Call) -> Rule | Proposal:
 # the ranks tell each other how many these are, and no data moves.
 
 
-def _cut_alike(tools: Toolbox, mesh: Mesh, mask: Any, *tensors: Any) -> tuple[Factor | None, list[Any]]:
-    """How the first dim is sharded, and the tensors, whose first dims are those of the mask, with no other of these shard."""
+def _sharded_alike(tools: Toolbox, mesh: Mesh, mask: Any, *tensors: Any) -> tuple[Factor | None, list[Any]]:
+    """How the first dim is sharded, and the tensors, whose first dims are those of the mask, with no other of these sharded."""
     if tracing_context() is not None:
         raise NotTraced(
             f"{tools.operator} in a compiled function: how many elements it selects depends on data; call it outside of "
@@ -164,14 +164,14 @@ def _cut_alike(tools: Toolbox, mesh: Mesh, mask: Any, *tensors: Any) -> tuple[Fa
     ndim, layouts = mask.ndim, [tools.layout(x).reduced() for x in several]
     if not ndim:
         return None, [tools.move(x, layout) for x, layout in zip(several, layouts, strict=True)]
-    cuts = [[axis for dim in range(ndim) for axis in layout.axes_of(dim)] for layout in layouts]
-    lead = max(range(len(cuts)), key=lambda i: (len(cuts[i]), i))
+    axes = [[axis for dim in range(ndim) for axis in layout.axes_of(dim)] for layout in layouts]
+    lead = max(range(len(axes)), key=lambda i: (len(axes[i]), i))
     first = layouts[lead].dims[0]
-    if len(first) > 1 or set(first[0].axes) != set(cuts[lead]):
-        first = (sharded(mask.shape[0], cuts[lead], mesh),)
+    if len(first) > 1 or set(first[0].axes) != set(axes[lead]):
+        first = (sharded(mask.shape[0], axes[lead], mesh),)
     front = [first, *((whole(n),) for n in mask.shape[1:])]
-    wants = [layout.replace(dims=[*front, *layout.without(cuts[lead]).dims[ndim:]]) for layout in layouts]
-    return (first[0] if cuts[lead] else None), [tools.move(x, want) for x, want in zip(several, wants, strict=True)]
+    wants = [layout.replace(dims=[*front, *layout.without(axes[lead]).dims[ndim:]]) for layout in layouts]
+    return (first[0] if axes[lead] else None), [tools.move(x, want) for x, want in zip(several, wants, strict=True)]
 
 
 def _on(tools: Toolbox, mesh: Mesh, x: Any) -> Any:
@@ -200,7 +200,7 @@ def _found(x: Tensor) -> Tensor:
 
 def _nonzero(tools: Toolbox, op: Any, x: Any) -> Any:
     mesh = tools.mesh(x)
-    factor, (x,) = _cut_alike(tools, mesh, x)
+    factor, (x,) = _sharded_alike(tools, mesh, x)
     start = tools.offset(tools.layout(x), 0) if factor else None
     local = tools.each(_numbered, mesh, x, start)
     found = _counted(tools, mesh, factor, tools.each(_found, mesh, x))
@@ -223,7 +223,7 @@ def _masked_select(tools: Toolbox, op: Any, x: Any, mask: Any) -> Any:
 
 def _select(tools: Toolbox, op: Any, x: Any, indices: Sequence[Any]) -> Any:
     mesh = tools.mesh(x, *indices)
-    factor, (mask, x) = _cut_alike(tools, mesh, indices[0], x)
+    factor, (mask, x) = _sharded_alike(tools, mesh, indices[0], x)
     found = _counted(tools, mesh, factor, tools.each(_found, mesh, mask))
     local = tools.each(lambda x, mask: op(x, [mask]), mesh, x, mask)
     return tools.wrap(local, Layout.of(mesh, [(found,), *tools.layout(x).dims[mask.ndim :]], (), x.dtype))
@@ -234,7 +234,7 @@ def _masked_scatter(tools: Toolbox, op: Any, x: Any, mask: Any, source: Any) -> 
     mask, x = mask.expand(shape), x.expand(shape)
     if tracing_context() is not None:
         return _on_all(tools, op, mesh, x, mask, source)
-    factor, (mask, x) = _cut_alike(tools, mesh, mask, x)
+    factor, (mask, x) = _sharded_alike(tools, mesh, mask, x)
     found = _counted(tools, mesh, factor, tools.each(_found, mesh, mask))
     if source.numel() < found.size:
         raise RuntimeError(f"masked_scatter: the mask selects {found.size} elements, but source has only {source.numel()}")
@@ -299,7 +299,7 @@ def _put_found(tools: Toolbox, x: Any, mask: Any, values: Any, put: Kernel) -> A
     mesh = tools.mesh(x, mask, values)
     if tracing_context() is not None:
         return _on_all(tools, put, mesh, x, mask, values)
-    factor, (mask, x) = _cut_alike(tools, mesh, mask, x)
+    factor, (mask, x) = _sharded_alike(tools, mesh, mask, x)
     found, layout = _counted(tools, mesh, factor, tools.each(_found, mesh, mask)), tools.layout(x)
     values = _on(tools, mesh, values.expand(found.size, *x.shape[mask.ndim :]))
     goal = tools.layout(values).replace(dims=[(found,), *layout.dims[mask.ndim :]], partials=())

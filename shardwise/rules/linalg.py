@@ -94,8 +94,8 @@ def _sides(text: str, linear: int, call: Call, kernel: KernelMaker | None = None
         return raised
     free = "k" if call.arguments.get("left", True) else "r"
     inputs, outputs = parse(text)
-    uncut = frozenset({*MATRICES.split(), "k"} - {free})
-    return Rule(inputs, outputs, lost=None, linear=((linear,),), whole=uncut, kernel=kernel)
+    whole = frozenset({*MATRICES.split(), "k"} - {free})
+    return Rule(inputs, outputs, lost=None, linear=((linear,),), whole=whole, kernel=kernel)
 
 
 def _solve(call: Call) -> Rule | Proposal | None:
@@ -113,5 +113,5 @@ rule("cholesky_solve", function=partial(_sides, "... r k, ... m n -> ... r k", 0
 # ── distances ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 rule("_cdist_forward _euclidean_dist", "... i n, ... j n -> ... i j", whole="n", lost=None, unoffered="shard: of one norm only")
-_CUT_ALIKE = "shard: the distances are sharded like their gradient"
-rule("_cdist_backward", "... i j, ... i n, ... j n, ... i j -> ... i n", linear=((0,),), unoffered=_CUT_ALIKE)
+_ALIKE = "shard: the distances are sharded like their gradient"
+rule("_cdist_backward", "... i j, ... i n, ... j n, ... i j -> ... i n", linear=((0,),), unoffered=_ALIKE)

@@ -162,9 +162,9 @@ def _own_classes(logits: int) -> Callable[[Call, Sequence[Layout]], Any]:
 
 
 def _mean_by_weight(call: Call) -> Proposal | None:
-    """A mean over shard targets or classes is a program: sum and weight are reduced together, then divided."""
-    cut = any(layout.states for layout in call.tensors)
-    return Proposal((), (), program=_reduce_both) if cut and call["reduction"] == MEAN else None
+    """A mean over sharded targets or classes is a program: sum and weight are reduced together, then divided."""
+    is_sharded = any(layout.states for layout in call.tensors)
+    return Proposal((), (), program=_reduce_both) if is_sharded and call["reduction"] == MEAN else None
 
 
 def _reduce_both(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

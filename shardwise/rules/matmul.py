@@ -67,8 +67,8 @@ def _grouped(call: Call) -> Rule:
 def _products(dims: tuple[int, int], call: Call, wants: Sequence[Layout]) -> Any:
     """The product with the offsets of this rank's tokens, and with its own experts."""
     tokens = ShardPosition(wants[dims == (3, 2)], 0 if dims == (2, 3) else 1)
-    cut = dims != (2, 2) and bool(wants[dims == (2, 3)].axes_of(0))
-    experts = ShardPosition(wants[dims == (2, 3)], 0) if cut else None
+    by_expert = dims != (2, 2) and bool(wants[dims == (2, 3)].axes_of(0))
+    experts = ShardPosition(wants[dims == (2, 3)], 0) if by_expert else None
 
     def kernel(*args: Any) -> Tensor:
         given, theirs = experts.split(args) if experts is not None else (args, [])

@@ -75,11 +75,11 @@ _along("_log_softmax_backward_data", "...[dim], ...[dim] -> ...[dim]", linear=((
 # ── layer norm and rms norm: over the last dims ───────────────────────────────────────────────────────────────────────
 
 
-def _cut(layout: Layout, dims: range) -> bool:
+def _is_sharded(layout: Layout, dims: range) -> bool:
     return any(layout.mesh.axis_sizes[axis] > 1 for d in dims for axis in layout.axes_of(d))
 
 
-def _uncut(layout: Layout, dims: range) -> Layout:
+def _made_whole(layout: Layout, dims: range) -> Layout:
     return layout.reduced().without(axis for d in dims for axis in layout.axes_of(d))
 
 
@@ -105,9 +105,9 @@ def _norm(program: Kernel, call: Call) -> Proposal:
     """Any shard of the other dims serves; weight and bias are whole."""
     layout = call["input"]
     last = _last_dims(call, layout)
-    if _cut(layout, last):
+    if _is_sharded(layout, last):
         return Proposal(call.tensors, (), program=program)
-    layout = _uncut(layout, last)
+    layout = _made_whole(layout, last)
     dtype = _stats_dtype(layout, call["weight"], layout.device.type)
     out, *stats = call.results
     results = [_result(layout, layout.dims, out)]
@@ -121,9 +121,9 @@ def _norm_backward(program: Kernel, call: Call) -> Proposal:
     in it: one partial argument would become three partial results, and three collectives."""
     grad, layout = call["grad_out"], call["input"]
     last = _last_dims(call, layout)
-    if _cut(layout, last) or _cut(grad, last):
+    if _is_sharded(layout, last) or _is_sharded(grad, last):
         return Proposal(call.tensors, (), program=program)
-    layout = min(_uncut(layout, last), _uncut(grad, last), key=lambda one: one.nbytes)
+    layout = min(_made_whole(layout, last), _made_whole(grad, last), key=lambda one: one.nbytes)
     placed: list[Any] = [layout.dims] * 2 + [_stats_dims(layout, last.start)] * sum(n in call.arguments for n in STATS)
     wants = list(call.tensors)
     for slot, index in enumerate(call.slots):
@@ -211,9 +211,9 @@ rule("_fused_rms_norm_backward", function=_rms_norm_backward_or_program)
 
 def _grouped(call: Call, layout: Layout) -> tuple[Layout, list[Dim]]:
     """The layout wanted of the input, sharded along the batch and between groups, and the dims of (batch, groups) with it."""
-    layout, each = _uncut(layout, range(2, layout.ndim)), call["C"] // call["group"]
+    layout, each = _made_whole(layout, range(2, layout.ndim)), call["C"] // call["group"]
     if len(layout.dims[1]) > 1 or any(size % each or not size for size in layout.dims[1][0].sizes):
-        layout = _uncut(layout, range(1, 2))
+        layout = _made_whole(layout, range(1, 2))
     channels = layout.dims[1][0]
     groups = Factor(call["group"], channels.axes, tuple(size // each for size in channels.sizes))
     return layout, [layout.dims[0], (groups,)]

@@ -109,7 +109,7 @@ rule("masked_fill.Tensor", "..., ..., ... -> ...", linear=((0, 2),), passes=("up
 # In the gradient, which comes first.
 rule(
     "elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward "
-    "leaky_relu_backward logit_backward mish_backward rrelu_with_noise_backward "
+    "leaky_relu_backward logit_backward mish_backward native_dropout_backward rrelu_with_noise_backward "
     "sigmoid_backward silu_backward softplus_backward softshrink_backward tanh_backward threshold_backward "
     "_prelu_kernel_backward",
     "..., ... -> ...",

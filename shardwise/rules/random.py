@@ -174,7 +174,6 @@ def _scaled(x: Tensor, kept: Tensor, scale: float) -> Tensor:
 
 
 _random("native_dropout", program=_dropout)
-rule("native_dropout_backward", "..., ... -> ...", linear=((0,),))
 
 # ── leaky by chance ───────────────────────────────────────────────────────────────────────────────────────────────────
 

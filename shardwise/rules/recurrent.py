@@ -48,28 +48,28 @@ def _distributed(tools: Toolbox, x: Any, mesh: Mesh) -> Any:
     return x if tools.is_distributed(x) else tools.replicated(x, mesh)
 
 
-def _placed(tools: Toolbox, value: Any, at: At, cut: tuple[Mesh, Dim]) -> Any:
+def _placed(tools: Toolbox, value: Any, at: At, rows: tuple[Mesh, Dim]) -> Any:
     """The local value of a tensor (or of each of a list) with the batch at dim `at` shard."""
     if isinstance(value, list | tuple):
-        return [_placed(tools, item, at, cut) for item in value]
+        return [_placed(tools, item, at, rows) for item in value]
     if not isinstance(value, Tensor):
         return value
-    x = _distributed(tools, value, cut[0])
+    x = _distributed(tools, value, rows[0])
     layout = tools.layout(x)
-    dims = [cut[1] if dim - layout.ndim == at else (whole(n),) for dim, n in enumerate(layout.shape)]
+    dims = [rows[1] if dim - layout.ndim == at else (whole(n),) for dim, n in enumerate(layout.shape)]
     return tools.local(tools.move(x, layout.replace(dims=dims, partials=())))
 
 
-def _wrapped(tools: Toolbox, value: Any, at: At, cut: tuple[Mesh, Dim]) -> Any:
+def _wrapped(tools: Toolbox, value: Any, at: At, rows: tuple[Mesh, Dim]) -> Any:
     if isinstance(value, list | tuple):
-        return [_wrapped(tools, item, at, cut) for item in value]
+        return [_wrapped(tools, item, at, rows) for item in value]
     if value is None:
         return None
-    mesh, batch = cut
+    mesh, batch = rows
     shape = (0,) if at == OWN else tuple(value.shape)  # what differs from rank to rank is no shape of a tensor of all
     dims = [batch if dim - len(shape) == at else (whole(n),) for dim, n in enumerate(shape)]
-    pending = [(axis, SUM) for factor in batch for axis in factor.axes if at == SUM]
-    return tools.wrap(value, Layout.of(mesh, dims, pending, value.dtype))
+    partials = [(axis, SUM) for factor in batch for axis in factor.axes if at == SUM]
+    return tools.wrap(value, Layout.of(mesh, dims, partials, value.dtype))
 
 
 def _on_some(op: Any, where: Sequence[At], results: Sequence[At], *args: Any) -> Any:

@@ -39,7 +39,7 @@ def reduced(tools: Toolbox, x: Any) -> Any:
 
 
 def partials(layout: Layout, dims: Sequence[int], keepdim: bool, kind: str, dtype: torch.dtype) -> Layout:
-    """What reducing over dims of a layout leaves: partial over the axes that sharding them."""
+    """What reducing over dims of a layout leaves: partial over the axes that shard them."""
     kept = [(whole(1),) if d in dims else layout.dims[d] for d in range(layout.ndim) if keepdim or d not in dims]
     return Layout.of(layout.mesh, kept, [(axis, kind) for d in dims for axis in layout.axes_of(d)], dtype)
 

@@ -151,8 +151,8 @@ class Ring(NamedTuple):
         """What another rank held, and this one holds at a step; it may be still on its way."""
         goal, source = self.routes()
         dtypes = tuple(x.dtype for x in pair)
-        told = Batch(self.key.mesh.root, (goal, goal), (source, source), self.shapes(step), dtypes, lent=True)
-        return exchange(pair, told)
+        batch = Batch(self.key.mesh.root, (goal, goal), (source, source), self.shapes(step), dtypes, lent=True)
+        return exchange(pair, batch)
 
     def sees(self, step: int, traced: bool) -> Any:
         """Whether the queries of a rank attend to the block at a step: a fact of the rank, or a number where no rank is known

@@ -1,4 +1,4 @@
-"""Shard: the part of one dim that a rank holds, for kernels that must know where it lies. Global index ↔ local position."""
+"""`ShardPosition`: where in a dim a rank's shard lies, for kernels that turn global indices into local ones and back."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ShardPosition:
 
 def _numbers(layout: Layout, factor: Any) -> tuple[Number, Number]:
     """Where this rank's interval of a factor starts, and how long it is."""
-    start = Number(lambda place: sum(factor.sizes[: layout.shard(factor, place)]))
+    start = Number(lambda place: layout.interval(factor, place)[0])
     return start, Number(lambda place: factor.sizes[layout.shard(factor, place)])
 
 

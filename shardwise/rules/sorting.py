@@ -81,8 +81,8 @@ def _range(tools: Toolbox, x: Any) -> tuple[Any, Any]:
     """The least and the greatest element as numbers, the same on every rank, by one reduction."""
     layout = tools.layout(x)
     ends = tools.each(_ends, layout.mesh, x)
-    pending = [(axis, "max") for axis in layout.states]
-    low, high = tools.plain(tools.wrap(ends, Layout.of(layout.mesh, [(whole(2),)], pending, ends.dtype))).tolist()
+    partials = [(axis, "max") for axis in layout.states]
+    low, high = tools.plain(tools.wrap(ends, Layout.of(layout.mesh, [(whole(2),)], partials, ends.dtype))).tolist()
     return -low, high
 
 
@@ -140,8 +140,8 @@ def _bincount(tools: Toolbox, op: Any, x: Any, weights: Any = None, minlength: i
             raise RuntimeError(f"bincount takes numbers that are not negative, got {low} in {layout}")
         minlength = max(minlength, high + 1)
     local = tools.each(op if weights is None or not layout.states else partial(_weighted, op), mesh, x, weights, minlength)
-    pending = [(axis, "sum") for axis in layout.states]
-    return tools.wrap(local, Layout.of(layout.mesh, [(whole(local.shape[0]),)], pending, local.dtype))
+    partials = [(axis, "sum") for axis in layout.states]
+    return tools.wrap(local, Layout.of(layout.mesh, [(whole(local.shape[0]),)], partials, local.dtype))
 
 
 rule("bincount", program=_bincount)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ def _constant_pad(call: Call) -> Proposal:
     for dim, (low, high) in ends.items():
         grown, own[dim] = _grown(layout.dims[dim][0], low, high)
         dims[dim] = (grown,)
-    out = Layout.of(layout.mesh, dims, layout.partials, *_kind(call))
+    out = call.result(0, dims, layout.partials)
     if not any(layout.axes_of(dim) for dim in ends):
         return Proposal((layout,), (out,))
 
@@ -79,16 +78,12 @@ def _constant_pad(call: Call) -> Proposal:
     return Proposal((layout,), (out,), {"pad": PerRank(local_pad)})
 
 
-def _kind(call: Call) -> tuple[torch.dtype, tuple[int, ...]]:
-    return call.results[0].dtype, call.results[0].stride
-
-
 def _grown(factor: Factor, low: int, high: int) -> tuple[Factor, list[tuple[int, int]]]:
     """A factor with `low` and `high` more elements at its ends, and what this is for each shard."""
     size = factor.size + low + high
-    stops = [*(min(max(stop + low, 0), size) for stop in list(accumulate(factor.sizes))[:-1]), size]
+    stops = [*(min(max(stop + low, 0), size) for stop in factor.starts[1:-1]), size]
     starts = [0, *stops[:-1]]
-    firsts = [first + low for first in [0, *accumulate(factor.sizes)]]
+    firsts = [first + low for first in factor.starts]
     own = []
     for i, held in enumerate(factor.sizes):
         before, after = firsts[i] - starts[i], stops[i] - firsts[i] - held
@@ -109,7 +104,7 @@ def _im2col(call: Call) -> Proposal:
     layout = layout.without(axis for dim in (-2, -1) for axis in layout.axes_of(dim))
     layout = layout.reduced() if rows * count > math.prod(layout.shape[-3:]) else layout
     dims = [*layout.dims[:-3], [*layout.dims[-3], whole(rows // layout.shape[-3])], [whole(count)]]
-    return _unless_empty(call, layout, Layout.of(layout.mesh, dims, layout.partials, *_kind(call)))
+    return _unless_empty(call, layout, call.result(0, dims, layout.partials))
 
 
 def _col2im(call: Call) -> Proposal:
@@ -124,7 +119,7 @@ def _col2im(call: Call) -> Proposal:
             across = list(misfit.axes)
         if not across:
             dims = [*split[:-2], [whole(result[-2])], [whole(result[-1])]]
-            return _unless_empty(call, layout, Layout.of(layout.mesh, dims, layout.partials, *_kind(call)))
+            return _unless_empty(call, layout, call.result(0, dims, layout.partials))
         layout = layout.without(across)
 
 

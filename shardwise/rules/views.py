@@ -1,7 +1,7 @@
 """Operators that rearrange dims without touching values: they move data only where the layout language cannot say the result.
 
 Everything partial passes. `call` runs on the locals as they are, so the result is a view of the local storage and writes go
-through; where a dim has to be made whole first, the result is no view any more (`decide` marks it).
+through; where a dim has to be made whole first, the result is no view any more (dispatch marks it as a copy).
 """
 
 from __future__ import annotations
@@ -30,11 +30,6 @@ def local_sizes(layout: Layout) -> list[int] | PerRank:
     return list(layout.local_shape(0)) if layout.even else PerRank(lambda place: list(layout.local_shape(place)))
 
 
-def _result(call: Call, layout: Layout, dims: Sequence[Sequence[Factor]], index: int = 0) -> Layout:
-    one = call.results[index]
-    return Layout.of(layout.mesh, dims, layout.partials, one.dtype, one.stride)
-
-
 # ── view ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -51,7 +46,7 @@ def _view(call: Call) -> Proposal:
     shape = call.results[0].shape
     while True:
         try:
-            out = _result(call, layout, reshape(layout, shape))
+            out = call.result(0, reshape(layout, shape), layout.partials)
         except Misfit as misfit:
             layout = layout.without(misfit.axes)
         else:
@@ -166,7 +161,7 @@ rule("view.default _unsafe_view _reshape_alias view_copy.default", function=_vie
 
 def _permute(call: Call, order: Sequence[int]) -> Proposal:
     layout = call.tensors[0]
-    return Proposal((layout,), (_result(call, layout, [layout.dims[i] for i in order]),))
+    return Proposal((layout,), (call.result(0, [layout.dims[i] for i in order], layout.partials),))
 
 
 def _transpose(call: Call) -> Proposal:
@@ -186,7 +181,7 @@ rule("permute permute_copy", function=lambda call: _permute(call, call.dims("dim
 def _unsqueeze(call: Call) -> Proposal:
     layout = call.tensors[0]
     at = int(call["dim"]) % (layout.ndim + 1)
-    return Proposal((layout,), (_result(call, layout, [*layout.dims[:at], (whole(1),), *layout.dims[at:]]),))
+    return Proposal((layout,), (call.result(0, [*layout.dims[:at], (whole(1),), *layout.dims[at:]], layout.partials),))
 
 
 rule("unsqueeze unsqueeze_copy", function=_unsqueeze)
@@ -197,27 +192,22 @@ def _squeeze(call: Call, dims: Sequence[int]) -> Proposal:
     gone = sorted(d for d in dims if layout.shape[d] == 1) if layout.ndim else []
     kept = {i: layout.dims[i] for i in range(layout.ndim) if i not in gone}
     if not any(layout.axes_of(d) for d in gone):
-        return Proposal((layout,), (_result(call, layout, list(kept.values())),), call=lambda x, *_: aten.squeeze.dims(x, gone))
+        return Proposal(
+            (layout,), (call.result(0, list(kept.values()), layout.partials),), call=lambda x, *_: aten.squeeze.dims(x, gone)
+        )
     if not kept:
         return _bare(call, gone)
     for d in gone:
         _attach(kept, d, layout.dims[d])
-    return _reshaped(layout, _result(call, layout, list(kept.values())))
+    out = call.result(0, list(kept.values()), layout.partials)
+    return Proposal((layout,), (out,), extra=(local_sizes(out),), kernel=lambda x, *given: view_or_copy(x, given[-1]))
 
 
 def _bare(call: Call, gone: Sequence[int]) -> Proposal:
     """Nothing is left to say where the one element lies: it is made whole first."""
     layout = call.tensors[0]
     want = layout.without(axis for d in range(layout.ndim) for axis in layout.axes_of(d))
-    return Proposal((want,), (_result(call, want, ()),), call=lambda x, *_: aten.squeeze.dims(x, list(gone)))
-
-
-def _reshaped(layout: Layout, out: Layout) -> Proposal:
-    return Proposal((layout,), (out,), extra=(local_sizes(out),), kernel=_to_size)
-
-
-def _to_size(x: Tensor, *arguments: Any) -> Tensor:
-    return view_or_copy(x, arguments[-1])
+    return Proposal((want,), (call.result(0, (), want.partials),), call=lambda x, *_: aten.squeeze.dims(x, list(gone)))
 
 
 def _attach(dims: dict[int, Dim], gone: int, factors: Dim) -> None:
@@ -229,11 +219,10 @@ def _attach(dims: dict[int, Dim], gone: int, factors: Dim) -> None:
 rule("squeeze.default squeeze_copy.default", function=lambda call: _squeeze(call, range(call.tensors[0].ndim)))
 
 
-def _squeeze_dims(call: Call) -> Proposal:
-    return _squeeze(call, () if call["dim"] == () else call.dims("dim"))
-
-
-rule("squeeze.dim squeeze.dims squeeze_copy.dim squeeze_copy.dims", function=_squeeze_dims)
+rule(
+    "squeeze.dim squeeze.dims squeeze_copy.dim squeeze_copy.dims",
+    function=lambda call: _squeeze(call, () if call["dim"] == () else call.dims("dim")),
+)
 
 
 def _expand(call: Call) -> Proposal:
@@ -244,7 +233,7 @@ def _expand(call: Call) -> Proposal:
     layout = layout.without(axis for d in grown for axis in layout.axes_of(d))
     dims: list[Dim] = [(whole(n),) for n in shape[:new]]
     dims += [(whole(shape[new + d]),) if d in grown else layout.dims[d] for d in range(layout.ndim)]
-    out = _result(call, layout, dims)
+    out = call.result(0, dims, layout.partials)
     return Proposal((layout,), (out,), {"size": local_sizes(out)})
 
 
@@ -259,7 +248,7 @@ def _slice(call: Call) -> Proposal:
     dim = int(call["dim"]) % layout.ndim
     start, stop, step = indices(call["start"], call["end"], call["step"], layout.shape[dim])
     if (start, step) == (0, 1) and stop >= layout.shape[dim]:
-        return Proposal((layout,), (_result(call, layout, layout.dims),))
+        return Proposal((layout,), (call.result(0, layout.dims, layout.partials),))
     if len(layout.dims[dim]) > 1:
         layout = layout.without(layout.axes_of(dim))
     factor = layout.dims[dim][0]
@@ -267,16 +256,12 @@ def _slice(call: Call) -> Proposal:
     dims = list(layout.dims)
     if not factor.axes:
         dims[dim] = (whole(size),)
-        return Proposal((layout,), (_result(call, layout, dims),))
-    spans = [_span(first, n, start, stop, step) for first, n in zip(_starts(factor), factor.sizes, strict=True)]
+        return Proposal((layout,), (call.result(0, dims, layout.partials),))
+    spans = [_span(first, n, start, stop, step) for first, n in zip(factor.starts, factor.sizes, strict=False)]
     dims[dim] = (Factor(size, factor.axes, tuple(len(range(a, b, step)) for a, b in spans)),)
     here = PerRank(lambda place: spans[layout.shard(factor, place)])
     edits = {"start": PerRank(lambda place: here.at(place)[0]), "end": PerRank(lambda place: here.at(place)[1])}
-    return Proposal((layout,), (_result(call, layout, dims),), edits)
-
-
-def _starts(factor: Factor) -> list[int]:
-    return [0, *accumulate(factor.sizes)][:-1]
+    return Proposal((layout,), (call.result(0, dims, layout.partials),), edits)
 
 
 def _span(first: int, size: int, start: int, stop: int, step: int) -> tuple[int, int]:
@@ -298,13 +283,12 @@ def _select(call: Call) -> Proposal:
     factor = layout.dims[dim][0]
     kept = {i: d for i, d in enumerate(layout.dims) if i != dim}
     if not factor.axes:
-        return Proposal((layout,), (_result(call, layout, list(kept.values())),))
+        return Proposal((layout,), (call.result(0, list(kept.values()), layout.partials),))
     index = int(call["index"]) % layout.shape[dim]
-    starts = _starts(factor)
-    owner = next(k for k, (first, n) in enumerate(zip(starts, factor.sizes, strict=True)) if first <= index < first + n)
-    _attach(kept, dim, (Factor(1, factor.axes, tuple(int(k == owner) for k in range(len(starts)))),))
-    out = _result(call, layout, list(kept.values()))
-    mine = PerRank(lambda place: index - starts[owner] if layout.shard(factor, place) == owner else None)
+    owner = next(k for k, stop in enumerate(factor.starts[1:]) if index < stop)
+    _attach(kept, dim, (Factor(1, factor.axes, tuple(int(k == owner) for k in range(len(factor.sizes)))),))
+    out = call.result(0, list(kept.values()), layout.partials)
+    mine = PerRank(lambda place: index - factor.starts[owner] if layout.shard(factor, place) == owner else None)
     return Proposal((layout,), (out,), extra=(mine, local_sizes(out)), kernel=_select_mine)
 
 
@@ -324,27 +308,27 @@ def _on_diagonal(call: Call) -> tuple[Layout, list[Dim], dict[str, Any]]:
     rows, columns = (layout.dims[d][0] for d in pair)
     down, right = max(0, -offset), max(0, offset)
     size = max(0, min(rows.size - down, columns.size - right))
-    spans = [_overlaps(rows, down, size).sizes, _overlaps(columns, right, size).sizes]
-    ends = [[0, *accumulate(sizes)] for sizes in spans]
+    ends = [overlaps(rows, down, size).starts, overlaps(columns, right, size).starts]
     sizes = [max(0, min(b, d) - max(a, c)) for a, b in pairwise(ends[0]) for c, d in pairwise(ends[1])]
     kept = [d for i, d in enumerate(layout.dims) if i not in pair]
     axes = rows.axes + columns.axes
     if not axes:
         return layout, [*kept, (whole(size),)], {}
-    tops, lefts = _starts(rows), _starts(columns)
-    start = PerRank(lambda place: offset + tops[layout.shard(rows, place)] - lefts[layout.shard(columns, place)])
+    start = PerRank(lambda place: offset + layout.interval(rows, place)[0] - layout.interval(columns, place)[0])
     return layout, [*kept, (Factor(size, axes, tuple(sizes)),)], {"offset": start}
 
 
 def _diagonal(call: Call) -> Proposal:
     layout, dims, here = _on_diagonal(call)
-    return Proposal((layout,), (_result(call, layout, dims),), here)
+    return Proposal((layout,), (call.result(0, dims, layout.partials),), here)
 
 
 def _diagonal_scatter(call: Call) -> Proposal:
     layout, dims, here = _on_diagonal(call)
     layout = layout.reduced()
-    return Proposal((layout, call.tensors[1].replace(dims=dims, partials=())), (_result(call, layout, layout.dims),), here)
+    return Proposal(
+        (layout, call.tensors[1].replace(dims=dims, partials=())), (call.result(0, layout.dims, layout.partials),), here
+    )
 
 
 rule("diagonal diagonal_copy", function=_diagonal)
@@ -355,11 +339,11 @@ def _windows(call: Call) -> Proposal:
     """A dim becomes one of windows and one of positions in them."""
     layout, shape = call.tensors[0], call.results[0].shape
     if not layout.ndim:
-        return Proposal((layout,), (_result(call, layout, [(whole(shape[0]),)]),))
+        return Proposal((layout,), (call.result(0, [(whole(shape[0]),)], layout.partials),))
     dim = int(call["dimension"]) % layout.ndim
     layout = layout.without(layout.axes_of(dim))
     dims = [(whole(shape[dim]),) if i == dim else own for i, own in enumerate(layout.dims)]
-    return Proposal((layout,), (_result(call, layout, [*dims, (whole(shape[-1]),)]),))
+    return Proposal((layout,), (call.result(0, [*dims, (whole(shape[-1]),)], layout.partials),))
 
 
 rule("unfold unfold_copy", function=_windows)
@@ -375,13 +359,13 @@ def _summed(layout: Layout) -> Layout:
 
 def _as_pairs(call: Call) -> Proposal:
     layout = _summed(call.tensors[0])
-    return Proposal((layout,), (_result(call, layout, [*layout.dims, (whole(2),)]),))
+    return Proposal((layout,), (call.result(0, [*layout.dims, (whole(2),)], layout.partials),))
 
 
 def _of_pairs(call: Call) -> Proposal:
     layout = _summed(call.tensors[0])
     layout = layout.without(layout.axes_of(-1))
-    return Proposal((layout,), (_result(call, layout, layout.dims[:-1]),), call=_complex_or_tell)
+    return Proposal((layout,), (call.result(0, layout.dims[:-1], layout.partials),), call=_complex_or_tell)
 
 
 def _complex_or_tell(x: Tensor) -> Tensor:
@@ -406,7 +390,7 @@ def _parts(call: Call) -> Proposal:
     outs = []
     for i, result in enumerate(call.results):
         dims = [d if j != dim else (whole(result.shape[dim]),) for j, d in enumerate(layout.dims)] if not drop else None
-        outs.append(_result(call, layout, dims or [d for j, d in enumerate(layout.dims) if j != dim], i))
+        outs.append(call.result(i, dims or [d for j, d in enumerate(layout.dims) if j != dim], layout.partials))
     return Proposal((layout,), tuple(outs))
 
 
@@ -441,28 +425,23 @@ def _cat(call: Call) -> Proposal:
     lead = lead.without(axis for axis in lead.axes_of(dim) if axis not in axes)
     partials = [item for item in lead.partials if all(item in t.partials for t in real)]
     total = call.results[0].shape[dim]
-    cut_dim = default_cut(total, axes, lead)
+    joined = sharded(total, axes, lead.mesh) if axes else whole(total)
     wants, offset = [], 0
     for t in call.tensors:
         if t.ndim != ndim:
             wants.append(t.replicated())
             continue
-        part = _overlaps(cut_dim, offset, t.shape[dim])
+        part = overlaps(joined, offset, t.shape[dim])
         offset += t.shape[dim]
         dims = [(part,) if i == dim else d for i, d in enumerate(lead.dims)]
         wants.append(t.replace(dims=dims, partials=partials))
-    dims = [(cut_dim,) if i == dim else d for i, d in enumerate(lead.dims)]
-    one = call.results[0]
-    return Proposal(tuple(wants), (Layout.of(lead.mesh, dims, partials, one.dtype, one.stride),))
+    dims = [(joined,) if i == dim else d for i, d in enumerate(lead.dims)]
+    return Proposal(tuple(wants), (call.result(0, dims, partials),))
 
 
-def default_cut(size: int, axes: tuple[str, ...], layout: Layout) -> Factor:
-    """A factor of `size` sharded by the axes into default chunks."""
-    return sharded(size, axes, layout.mesh) if axes else whole(size)
-
-
-def _overlaps(factor: Factor, offset: int, size: int) -> Factor:
-    ends = [(first, first + n) for first, n in zip(_starts(factor), factor.sizes, strict=True)]
+def overlaps(factor: Factor, offset: int, size: int) -> Factor:
+    """The part of a factor from `offset`, `size` long, sharded where the factor is."""
+    ends = [(first, first + n) for first, n in zip(factor.starts, factor.sizes, strict=False)]
     sizes = tuple(max(0, min(stop, offset + size) - max(start, offset)) for start, stop in ends)
     return Factor(size, factor.axes, sizes)
 

@@ -29,7 +29,7 @@ from ..propagation.table import make_row, rule
 from ..redistribution.run import move
 from ..tensor.toolbox import Toolbox
 from ..tensor.wrapping import local_on
-from .halo import Halo, Windows, brought, given_back, halo, share
+from .halo import Halo, Windows, give_back, halo, share, with_halos
 from .shard_position import at_least_one
 
 # ── nouns ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -292,7 +292,7 @@ def _run(choice: StretchedCall, tools: Toolbox, op: Any, *args: Any, **kwargs: A
         if want is not None:
             local, have = local_on(tools.cls, given[name], mesh)
             local = move(local, have, want, tools.operator)
-            values[name] = brought(local, plane.halos, want, choice.fill) if _ROLES.get(name) == "plane" else local
+            values[name] = with_halos(local, plane.halos, want, choice.fill) if _ROLES.get(name) == "plane" else local
         else:
             values[name] = transport(mesh).each(blank, mesh, values["grad_output"], _stretched(choice))
     numbers = [transport(mesh).number(first, mesh) for first in plane.firsts(source)]
@@ -301,7 +301,7 @@ def _run(choice: StretchedCall, tools: Toolbox, op: Any, *args: Any, **kwargs: A
     outs = transport(mesh).each(choice.kernel, mesh, list(values.values()), numbers, starts, shapes[0])
     several = list(outs) if isinstance(outs, tuple) else [outs]
     if _gives_back(choice):
-        several[0] = given_back(several[0], plane.halos, choice.results[0])
+        several[0] = give_back(several[0], plane.halos, choice.results[0])
     layouts = iter(choice.results)
     wrapped = [None if out is None else tools.wrap(out, next(layouts)) for out in several]
     return tuple(wrapped) if isinstance(outs, tuple) else wrapped[0]
@@ -324,8 +324,8 @@ def _starts(plane: Plane, layout: Layout) -> list[Number]:
     def number(d: int) -> Number:
         if d not in plane.shared:
             return Number(lambda place: 0)
-        sizes = plane.shared[d].sizes
-        return Number(lambda place: sum(sizes[: layout.shard(plane.held[d], place)]))
+        starts = plane.shared[d].starts
+        return Number(lambda place: starts[layout.shard(plane.held[d], place)])
 
     return [number(d) for d in plane.dims]
 

@@ -147,7 +147,7 @@ def combinations(tensors: Sequence[Tensor], mesh: Mesh, limit: int, seed: int) -
 
 def _check_case(case: Case, sweep: Sweep, seed: int) -> Iterator[tuple[str, str]]:
     mesh = sweep.mesh
-    dense: dict[bool, Run] = {}
+    dense: dict[bool, Outputs] = {}
     for number, placements in enumerate(combinations(case.tensors, mesh, COMBINATIONS, seed)):
         wanted = case.differentiable and (not sweep.inplace or number % 2 == 1)
         if wanted not in dense:
@@ -168,7 +168,7 @@ def _check_case(case: Case, sweep: Sweep, seed: int) -> Iterator[tuple[str, str]
 
 
 @dataclass
-class Run:
+class Outputs:
     """What one run gave: results, the arguments after it, and their gradients."""
 
     results: Any
@@ -177,7 +177,7 @@ class Run:
     differentiable: bool
 
 
-def run_dense(case: Case, differentiable: bool, inplace: bool) -> Run:
+def run_dense(case: Case, differentiable: bool, inplace: bool) -> Outputs:
     """The call on one device; without gradients where it has none for these arguments."""
     if differentiable:
         try:
@@ -187,10 +187,10 @@ def run_dense(case: Case, differentiable: bool, inplace: bool) -> Run:
     return _run(case, [t.clone() for t in case.tensors], False, inplace, lambda out, cotangent: cotangent)
 
 
-def _run(case: Case, tensors: list[Any], differentiable: bool, inplace: bool, placed: Any) -> Run:
+def _run(case: Case, tensors: list[Any], differentiable: bool, inplace: bool, placed: Any) -> Outputs:
     if not differentiable:
         with torch.no_grad():
-            return Run(case.run(tensors), tensors, [], False)
+            return Outputs(case.run(tensors), tensors, [], False)
     leaves = [t.requires_grad_() if t.is_floating_point() or t.is_complex() else t for t in tensors]
     results = case.run([t.clone() if inplace and number == 0 else t for number, t in enumerate(leaves)])
     outs = [out for out in flat(results) if isinstance(out, Tensor) and out.requires_grad]
@@ -198,7 +198,7 @@ def _run(case: Case, tensors: list[Any], differentiable: bool, inplace: bool, pl
         generator = torch.Generator().manual_seed(0)
         cotangents = [torch.randn(out.shape, dtype=out.dtype, generator=generator) for out in outs]
         torch.autograd.backward(outs, [placed(out, cotangent) for out, cotangent in zip(outs, cotangents, strict=True)])
-    return Run(results, tensors, [t.grad for t in leaves], True)
+    return Outputs(results, tensors, [t.grad for t in leaves], True)
 
 
 def _spread_cotangents(mesh: Mesh, number: int) -> Any:
@@ -207,14 +207,14 @@ def _spread_cotangents(mesh: Mesh, number: int) -> Any:
     def placed(out: Any, cotangent: Tensor) -> Any:
         if not isinstance(out, DTensor):
             return cotangent
-        cut: Placement = Shard(0) if cotangent.ndim else Replicate()
-        placement = (Replicate(), cut, Partial("sum"))[number % 3]
+        shard: Placement = Shard(0) if cotangent.ndim else Replicate()
+        placement = (Replicate(), shard, Partial("sum"))[number % 3]
         return spread(cotangent, mesh, [placement] * mesh.ndim, number)
 
     return placed
 
 
-def _differences(got: Run, want: Run) -> str | None:
+def _differences(got: Outputs, want: Outputs) -> str | None:
     text = difference(got.results, want.results)
     if text is not None:
         return text

@@ -20,7 +20,7 @@ class TimeOut(BaseException):
     """A task computes for too long."""
 
 
-class Done(NamedTuple):
+class TaskResult(NamedTuple):
     """A task and its result; what became of it where it has none: "hang", "abort", or an error of the verifier itself."""
 
     task: Any
@@ -28,7 +28,7 @@ class Done(NamedTuple):
     failure: str = ""
 
 
-def limited(function: Callable[[Any], Any], task: Any) -> Done:
+def limited(function: Callable[[Any], Any], task: Any) -> TaskResult:
     """Run a task in this process, for so many seconds of computing."""
 
     def late(*_: Any) -> None:
@@ -37,11 +37,11 @@ def limited(function: Callable[[Any], Any], task: Any) -> Done:
     before = signal.signal(signal.SIGPROF, late)
     signal.setitimer(signal.ITIMER_PROF, LIMIT)
     try:
-        return Done(task, function(task))
+        return TaskResult(task, function(task))
     except TimeOut:
-        return Done(task, None, "hang")
+        return TaskResult(task, None, "hang")
     except Exception as error:
-        return Done(task, None, f"fault: {type(error).__name__}: {error}")
+        return TaskResult(task, None, f"fault: {type(error).__name__}: {error}")
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
@@ -77,7 +77,7 @@ def _serve(function: Callable[[Any], Any], pipe: Connection, other: Connection) 
         pipe.send(limited(function, task))
 
 
-def run(function: Callable[[Any], Any], tasks: Sequence[Any], workers: int) -> Iterator[Done]:
+def run(function: Callable[[Any], Any], tasks: Sequence[Any], workers: int) -> Iterator[TaskResult]:
     """The results of a function of tasks, as they come; both must be able to travel between processes."""
     left = list(tasks)[::-1]
     crew = [_Worker(function) for _ in range(min(workers, len(left)))]
@@ -104,11 +104,11 @@ def run(function: Callable[[Any], Any], tasks: Sequence[Any], workers: int) -> I
                 crew.remove(worker)
 
 
-def _received(worker: _Worker, late: bool) -> Done:
+def _received(worker: _Worker, late: bool) -> TaskResult:
     if late:
-        return Done(worker.task, None, "hang")
+        return TaskResult(worker.task, None, "hang")
     try:
-        done: Done = worker.pipe.recv()
+        done: TaskResult = worker.pipe.recv()
     except (EOFError, ConnectionResetError):
-        return Done(worker.task, None, "abort")
+        return TaskResult(worker.task, None, "abort")
     return done

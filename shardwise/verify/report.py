@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from .operators import Sweep, Verdict, check_operator
-from .pool import Done, run
+from .pool import TaskResult, run
 from .rules import RuleVerdict, check_rule, unreached
 from .samples import operators, recorded
 
@@ -17,7 +17,7 @@ from .samples import operators, recorded
 QUICK, QUICK_SAMPLES = ("amax", "cumsum", "gather", "matmul", "nn.functional.cross_entropy", "roll"), 2
 
 
-def _followed(results: Iterable[Done], total: int) -> Iterable[Done]:
+def _followed(results: Iterable[TaskResult], total: int) -> Iterable[TaskResult]:
     """The results, with a bar on a terminal that shows how many there are."""
     shown = sys.stderr.isatty()
     for number, done in enumerate(results, 1):

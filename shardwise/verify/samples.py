@@ -111,7 +111,7 @@ def is_random(case: Case) -> bool:
     return mode.drawn
 
 
-class _Recorder(TorchDispatchMode):
+class _CallNotes(TorchDispatchMode):
     """Notes every call of an operator that has a rule, with its arguments as they were before it."""
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ OTHERS: list[Callable[[], Any]] = [
 def recorded(chosen_operators: Iterable[Any], kept: int = KEPT, others: bool = True) -> dict[str, list[Sample]]:
     """Calls of operators that have a rule, by overload: those that samples of some operators make, forward and backward, and
     those of `OTHERS`, which no operator of the database makes."""
-    recorder = _Recorder()
+    recorder = _CallNotes()
     for make in OTHERS if others else ():
         with recorder, contextlib.suppress(NotImplementedError):
             make()

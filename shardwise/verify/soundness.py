@@ -177,8 +177,8 @@ def _placed(choices: Sequence[Candidate], sample: Sample, mesh: Mesh, sizes: Any
 
 def _placement(state: State, tensor: Tensor, sizes: Any) -> Placement:
     if isinstance(state, int):
-        cut = None if sizes is None else tuple(tensor.shape[state] if n < 0 else n for n in sizes)
-        return Shard(state, sizes=cut)
+        chosen = None if sizes is None else tuple(tensor.shape[state] if n < 0 else n for n in sizes)
+        return Shard(state, sizes=chosen)
     return Replicate() if state is None else Partial(state)
 
 
@@ -189,10 +189,10 @@ def _placements(tensors: Sequence[Tensor], mesh: Mesh) -> list[Any]:
     chance = random.Random(len(tensors))
     every: list[list[Placement]] = []
     for tensor in tensors:
-        cuts = [Shard(dim) for dim in range(tensor.ndim)]
+        shards = [Shard(dim) for dim in range(tensor.ndim)]
         if mesh.ndim == 1:
-            cuts += [Shard(dim, sizes=(tensor.shape[dim], *(0,) * (mesh.size() - 1))) for dim in range(tensor.ndim)]
-        every.append([Replicate(), *cuts, *map(Partial, kinds_of(tensor))])
+            shards += [Shard(dim, sizes=(tensor.shape[dim], *(0,) * (mesh.size() - 1))) for dim in range(tensor.ndim)]
+        every.append([Replicate(), *shards, *map(Partial, kinds_of(tensor))])
     if mesh.ndim == 1 and len(tensors) == 1:
         return [((one,),) for one in every[0]]
     picks = (tuple(_pick(options, mesh, chance) for options in every) for _ in range(PLACEMENTS))
