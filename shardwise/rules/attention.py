@@ -75,8 +75,9 @@ def _by_group(inputs: Patterns, outputs: Patterns, call: Call) -> Proposal | Non
         if index is not None:
             names[index] = labels(inputs[slot], call, call.tensors[index].ndim)
     axes = _axes(call, names)
-    group = _groups(call, axes["h"])
-    dims = {"b": _batch(call, axes["b"]), "g": (group,), "h": (_times(group, heads // groups),)}
+    group, each = _sharded_by(call["key"], 1, axes["h"]), heads // groups
+    by_head = Factor(heads, group.axes, tuple(size * each for size in group.sizes))
+    dims: dict[str, Dim] = {"b": (_sharded_by(call["query"], 0, axes["b"]),), "g": (group,), "h": (by_head,)}
     wants = tuple(
         layout.replace(dims=_placed(layout.shape, letters, dims), partials=())
         for layout, letters in zip(call.tensors, names, strict=True)
@@ -101,20 +102,10 @@ def _axes(call: Call, names: list[tuple[str, ...]]) -> dict[str, list[str]]:
     return found
 
 
-def _batch(call: Call, axes: list[str]) -> Dim:
-    query = call["query"]
-    return query.dims[0] if set(query.axes_of(0)) == set(axes) else (sharded(query.shape[0], axes, query.mesh),)
-
-
-def _groups(call: Call, axes: list[str]) -> Factor:
-    key = call["key"]
-    if len(key.dims[1]) == 1 and set(key.axes_of(1)) == set(axes):
-        return key.dims[1][0]
-    return sharded(key.shape[1], axes, key.mesh)
-
-
-def _times(factor: Factor, count: int) -> Factor:
-    return Factor(factor.size * count, factor.axes, tuple(size * count for size in factor.sizes))
+def _sharded_by(layout: Layout, dim: int, axes: list[str]) -> Factor:
+    """A dim as it is, where these axes shard it into intervals; else in default chunks."""
+    is_so = len(layout.dims[dim]) == 1 and set(layout.axes_of(dim)) == set(axes)
+    return layout.dims[dim][0] if is_so else sharded(layout.shape[dim], axes, layout.mesh)
 
 
 def _placed(shape: Sequence[int], letters: Sequence[str], dims: dict[str, Dim]) -> list[Dim]:

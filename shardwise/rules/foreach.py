@@ -113,7 +113,7 @@ def _norms(tools: Toolbox, op: Any, tensors: Sequence[Any], order: float = 2, dt
     for i, x in enumerate(tensors):
         layout = tools.layout(x).reduced()
         x = tools.move(x, layout, "_foreach_norm")
-        local = tools.each(_power, layout.mesh, x, order, dtype)
+        local = tools.each(lambda t: torch.linalg.vector_norm(t, order, dtype=dtype) ** order, layout.mesh, x)
         partials = [(axis, "sum") for axis in layout.states]
         out = Layout.of(layout.mesh, (), partials, dtype or layout.dtype)
         powers.append(tools.wrap(local, out))
@@ -125,10 +125,6 @@ def _norms(tools: Toolbox, op: Any, tensors: Sequence[Any], order: float = 2, dt
         for i, norm in zip(indices, aten.unbind.int(aten.pow.Tensor_Scalar(whole, 1 / order)), strict=True):
             norms[i] = norm
     return norms
-
-
-def _power(x: Tensor, order: float, dtype: Any) -> Tensor:
-    return torch.linalg.vector_norm(x, order, dtype=dtype) ** order
 
 
 rule("_foreach_norm", program=_norms, zipped=True)

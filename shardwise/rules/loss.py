@@ -172,18 +172,10 @@ def _reduce_both(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> tuple[An
     total, weight = op(**{**dict(zip(names, args, strict=False)), **kwargs, "reduction": SUM})
     layout = tools.layout(weight)
     pair = layout.replace(dims=[[whole(2)]], stride=(1,))
-    both = tools.wrap(tools.each(_pair, layout.mesh, total, weight), pair)
+    both = tools.wrap(tools.each(lambda *two: torch.stack(two), layout.mesh, total, weight), pair)
     reduced = tools.move(both, pair.reduced(), op._schema.name.replace("::", "."))
-    mean, weight = tools.each(_divide, layout.mesh, reduced)
+    mean, weight = tools.each(lambda two: (two[0] / two[1], two[1].clone()), layout.mesh, reduced)
     return tools.wrap(mean, layout.reduced()), tools.wrap(weight, layout.reduced())
-
-
-def _pair(total: Tensor, weight: Tensor) -> Tensor:
-    return torch.stack((total, weight))
-
-
-def _divide(pair: Tensor) -> tuple[Tensor, Tensor]:
-    return pair[0] / pair[1], pair[1].clone()
 
 
 rule("nll_loss_forward", "n c, n, c -> n, ", kernel=_own_classes(0), function=_mean_by_weight)

@@ -60,7 +60,7 @@ rule("_int_mm", "m k, k n -> m n")
 def _grouped(call: Call) -> Rule:
     dims = call["self"].ndim, call["mat2"].ndim
     inputs, outputs = parse(GROUPED[dims])
-    row = Rule(inputs, outputs, linear=((0,), (1,)), whole=frozenset("o"), kernel=_whole_product)
+    row = Rule(inputs, outputs, linear=((0,), (1,)), whole=frozenset("o"), kernel=lambda call, wants: product)
     return row if dims == (3, 3) else replace(row, kernel=partial(_products, dims))
 
 
@@ -95,10 +95,6 @@ def _of_experts(x: Tensor, w: Tensor, expert: tuple[Tensor, Tensor], rest: Seque
     ends = torch.searchsorted(key[order], torch.arange(len(w), device=key.device), right=True, out_int32=True)
     out = product(x[order], w, ends, *rest)
     return keep(out[order.argsort()], mine[:, None])
-
-
-def _whole_product(call: Call, wants: Sequence[Layout]) -> Any:
-    return product
 
 
 def _grouped_shape(arguments: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:

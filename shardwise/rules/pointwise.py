@@ -9,14 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import OperatorError
 from ..kernels.int_pow import of_truths, pow_kernel, truths
 from ..layouts.layout import Layout
 from ..propagation.notation import Call, Proposal, additive
 from ..propagation.table import rule
-from ..tensor.toolbox import Toolbox
 
 #: Why placements that would do are not offered, where several rows have the reason in common.
 NAN = "max min: a candidate that is nan would be lost"
@@ -160,7 +158,7 @@ def _copy(call: Call) -> Proposal:
     """The first argument keeps its layout, and the second takes it; its partial summands are copied as they are."""
     goal, source, one = *call.tensors, call.results[0]
     if goal.dtype != source.dtype and goal.partials:
-        return Proposal(call.tensors, (), program=_convert_first)
+        return Proposal(call.tensors, (), program=lambda tools, op, goal, source, *rest: op(goal, source.to(goal.dtype), *rest))
     lacking = goal.ndim - source.ndim
     dims = [
         [*goal.dims[lacking + i]] if n == goal.shape[lacking + i] else [*source.without(source.states).dims[i]]
@@ -168,10 +166,6 @@ def _copy(call: Call) -> Proposal:
     ]
     want = source.replace(dims=dims, partials=goal.partials)
     return Proposal((goal, want), (goal.replace(stride=one.stride),))
-
-
-def _convert_first(tools: Toolbox, op: Any, goal: Tensor, source: Tensor, *rest: Any) -> Any:
-    return op(goal, source.to(goal.dtype), *rest)
 
 
 rule("copy", function=_copy)

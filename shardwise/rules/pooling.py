@@ -157,11 +157,9 @@ def by_shape(call: Call) -> Proposal | None:
     x, grad = call["self"], call["grad_output"]
     first = x.ndim - next(count for count in (1, 2, 3) if f"{count}d" in call.name)
     lies = x.dims[:first] == grad.dims[:first] and not x.partials and not any(x.axes_of(d) for d in range(first, x.ndim))
-    return None if lies or not x.states else Proposal((), (), program=_on_blank)
-
-
-def _on_blank(tools: Toolbox, op: Any, grad: Any, x: Any, *rest: Any) -> Any:
-    return op(grad, blank(x, x.shape), *rest)
+    if lies or not x.states:
+        return None
+    return Proposal((), (), program=lambda tools, op, grad, x, *rest: op(grad, blank(x, x.shape), *rest))
 
 
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

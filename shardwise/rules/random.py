@@ -164,13 +164,9 @@ def _dropout(tools: Toolbox, op: Any, x: Any, p: float, train: bool | None = Tru
     keep, scale = Draw("bernoulli", (1 - p,)), 0.0 if p == 1 else 1 / (1 - p)
     if tracing_context() is not None:
         kept = draw(tools, flags, keep)
-        return tools.wrap(tools.each(_scaled, layout.mesh, x, kept, scale), layout), kept
+        return tools.wrap(tools.each(lambda x, kept: x * kept * scale, layout.mesh, x, kept), layout), kept
     out, kept = tools.each(drop_shard, layout.mesh, x, scale, keep, box(flags), tools.key(layout.mesh))
     return tools.wrap(out, layout), tools.wrap(kept, flags)
-
-
-def _scaled(x: Tensor, kept: Tensor, scale: float) -> Tensor:
-    return x * kept * scale
 
 
 _random("native_dropout", program=_dropout)

@@ -279,9 +279,7 @@ _BY_POWERS = "shard: its program reduces the powers, and every order has its own
 rule("linalg_vector_norm", "...[dim] -> ...", whole="[]", program=_vector_norm, unoffered=_BY_POWERS)
 
 
-def _norm(tools: Toolbox, op: Any, x: Any, p: float | None = 2, *dim_and_keepdim: Any, **words: Any) -> Any:
-    return aten.linalg_vector_norm(x, 2 if p is None else p, *dim_and_keepdim, **words)
-
-
-rule("norm", program=_norm)
+rule(
+    "norm", program=lambda tools, op, x, p=2, *rest, **words: aten.linalg_vector_norm(x, 2 if p is None else p, *rest, **words)
+)
 rule("dist", program=lambda tools, op, x, other, p=2: aten.linalg_vector_norm(x - other, p))

@@ -41,7 +41,7 @@ def _scan(kind: str, tools: Toolbox, op: Any, x: Any, dim: int, **words: Any) ->
     # A shard that is no one interval has several totals; a complex logarithm is one of many, which one the order decides.
     if len(layout.dims[dim]) > 1 or (kind == "logsumexp" and x.is_complex()):
         return op(tools.move(x, layout.without(layout.axes_of(dim))), dim, **words)
-    own = tools.each(_local_scan, layout.mesh, op, x, dim, words)
+    own = tools.each(lambda x: op(x, dim, **words).contiguous(), layout.mesh, x)
     dtype = own.dtype
     rows = _row_per_shard(layout, dim).replace(dtype=dtype, stride=None)
     totals = tools.wrap(tools.each(_last_row, layout.mesh, own, dim), rows)
@@ -55,10 +55,6 @@ def _row_per_shard(layout: Layout, dim: int) -> Layout:
     sizes = tuple(min(size, 1) for size in factor.sizes)
     rows = Factor(sum(sizes), factor.axes, sizes)
     return layout.replace(dims=[(rows,) if d == dim else layout.dims[d] for d in range(layout.ndim)], stride=None)
-
-
-def _local_scan(op: Any, x: Tensor, dim: int, words: dict[str, Any]) -> Tensor:
-    return op(x, dim, **words).contiguous()
 
 
 def _last_row(x: Tensor, dim: int) -> Tensor:

@@ -106,8 +106,8 @@ def _unfold_backward(call: Call) -> Proposal:
 
 def _strided_scatter(call: Call) -> Proposal:
     """Strides are those of the whole tensor."""
-    one, wants = call.results[0], tuple(t.replicated() for t in call.tensors)
-    return Proposal(wants, (wants[0].replace(stride=one.stride),))
+    wants = tuple(t.replicated() for t in call.tensors)
+    return Proposal(wants, (call.result(0, wants[0].dims),))
 
 
 def _in_own_dtype(tools: Toolbox, op: Any, x: Any, source: Any, *args: Any, **kwargs: Any) -> Any:

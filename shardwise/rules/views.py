@@ -289,11 +289,11 @@ def _select(call: Call) -> Proposal:
     _attach(kept, dim, (Factor(1, factor.axes, tuple(int(k == owner) for k in range(len(factor.sizes)))),))
     out = call.result(0, list(kept.values()), layout.partials)
     mine = PerRank(lambda place: index - factor.starts[owner] if layout.shard(factor, place) == owner else None)
-    return Proposal((layout,), (out,), extra=(mine, local_sizes(out)), kernel=_select_mine)
 
+    def select(x: Tensor, dim: int, index: int, mine: int | None, size: list[int]) -> Tensor:
+        return x.new_empty(size) if mine is None else x.select(dim, mine)
 
-def _select_mine(x: Tensor, dim: int, index: int, mine: int | None, size: list[int]) -> Tensor:
-    return x.new_empty(size) if mine is None else x.select(dim, mine)
+    return Proposal((layout,), (out,), extra=(mine, local_sizes(out)), kernel=select)
 
 
 rule("select.int select_copy.int", function=_select)

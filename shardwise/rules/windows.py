@@ -67,16 +67,12 @@ class Plane(NamedTuple):
         return [0 if d in self.held else along.pad for d, along in zip(self.dims, self.windows, strict=True)]
 
 
-def _unchanged(call: Call, plane: Plane) -> dict[str, Any]:
-    return {}
-
-
 class LocalWindows(NamedTuple):
     """How an operator is run on stretches: what makes the function that each rank runs, from the plane, the local operator and
     the call; which arguments, beside the padding, the local operator gets otherwise; and what rows outside hold."""
 
     kernel: Callable[[Plane, Kernel, Call], Kernel]
-    words: Callable[[Call, Plane], dict[str, Any]] = _unchanged
+    words: Callable[[Call, Plane], dict[str, Any]] = lambda call, plane: {}
     fill: Callable[[torch.dtype], Any] | None = None
 
 

@@ -142,7 +142,13 @@ def _candidates(sample: Sample, rule: Rule) -> list[Candidate]:
         return []
     replicated = [spread(tensor, MESHES[0], [Replicate()]) for tensor in sample.tensors]
     found = offers(rule, bound_call(sample, replicated))
-    return [c for c in found if all(_can(t, state) for t, state in zip(sample.tensors, c.wants, strict=True))]
+
+    def is_possible(wants: Sequence[State]) -> bool:
+        return not any(
+            isinstance(state, str) and state not in kinds_of(t) for t, state in zip(sample.tensors, wants, strict=True)
+        )
+
+    return [candidate for candidate in found if is_possible(candidate.wants)]
 
 
 def kinds_of(tensor: Tensor) -> list[str]:
@@ -154,10 +160,6 @@ def kinds_of(tensor: Tensor) -> list[str]:
     kinds = ["sum", "product"] if tensor.is_complex() else ["sum", "max", "min", "product"]
     large = tensor.numel() and bool((tensor.isfinite() & (tensor.abs() > torch.finfo(tensor.dtype).max / 16)).any())
     return kinds if large else ["avg", *kinds]
-
-
-def _can(tensor: Tensor, state: State) -> bool:
-    return not isinstance(state, str) or state in kinds_of(tensor)
 
 
 def _placed(choices: Sequence[Candidate], sample: Sample, mesh: Mesh, sizes: Any) -> tuple[tuple[Placement, ...], ...] | None:

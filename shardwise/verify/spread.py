@@ -129,10 +129,6 @@ def _sum(x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
     return torch.where(calm, mine, torch.where(first, x, torch.zeros_like(x)))
 
 
-def _avg(x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
-    return _sum(x * ranks, first, second, ranks)
-
-
 def _extreme(sign: int, x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
     if x.dtype is torch.bool:
         held = first | (second & (torch.arange(x.numel()).reshape(x.shape) % 2 == 0))  # some by several ranks
@@ -162,7 +158,7 @@ _SPLITS: dict[str, Any] = {
     "sum of one": _one,
     "avg of one": lambda x, *given: _one(x * given[-1], *given),
     "sum": _sum,
-    "avg": _avg,
+    "avg": lambda x, *given: _sum(x * given[-1], *given),
     "max": lambda *given: _extreme(-1, *given),
     "min": lambda *given: _extreme(1, *given),
     "product": _product,
