@@ -1,5 +1,6 @@
-"""Looking up rows of a table: rows shard leave a partial sum, of which each rank gives what it holds. Also bags of rows:
-columns may be sharded, and rows too unless the largest of a bag is asked for.
+"""Embedding: where the rows of the table are sharded, each rank looks up those it holds, and the result is Partial(sum).
+
+Bags of rows: columns may be sharded, and rows too unless the largest of a bag is asked for.
 """
 
 from __future__ import annotations

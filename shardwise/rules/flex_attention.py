@@ -1,6 +1,6 @@
-"""Flex attention on DTensors: what it means in terms of other operators, of which batch and heads may be sharded.
+"""Flex attention on DTensors: it is decomposed into operators that have rules, so batch and heads may be sharded.
 
-The functions that a user gives see global indices, whatever is sharded. Scores are whole matrices meanwhile.
+The functions that a user gives see global indices, whatever is sharded. The matrix of scores is materialised.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gather and scatter along a dim, triangles, and the gradients of slices.
+"""Gather and scatter along a dim, and the triangles of matrices.
 
 Reading along a sharded dim, each rank gives what it holds and zero for the rest: a partial sum. Writing along a sharded dim,
 each rank writes to a spare row what falls to another.

@@ -1,4 +1,4 @@
-"""Losses. A mean divides by the global count, so it is exact on uneven shards.
+"""Losses: a mean divides local sums by the global count, so it is exact on uneven shards.
 
 Classes may be sharded: each rank then counts the targets among its own classes, and the rest is Partial(sum); the logits stay
 where they are.

@@ -1,5 +1,5 @@
-"""Softmax and the norms. Dims that are normalized over are whole in the fused operator; where layers shard them, a program of
-smaller operators takes its place, which reduces statistics only and never gathers the data."""
+"""Softmax and normalisation layers: the fused operator needs whole the dims that it normalises over; where these are sharded, a
+program of smaller operators takes its place, which reduces statistics only and never gathers the data."""
 
 from __future__ import annotations
 

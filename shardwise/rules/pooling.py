@@ -66,18 +66,19 @@ def spatial(names: str, text: str, local: LocalWindows | None = None, **words: A
 
 
 def _largest(plane: Plane, run: Kernel, call: Call) -> Kernel:
-    dilation = each_dim(call["dilation"], len(plane.dims))
+    count = len(plane.dims)
+    gaps = each_dim(call["dilation"], count) if any(one.outside for one in plane.halos) else [0] * count
 
     def local(values: list[Any], firsts: Sequence[Tensor], starts: Any, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
         found, index = run(*values)
         stretch = values[0].shape[plane.dims.start :]
-        return trimmed(found, shape), trimmed(_renumbered(index, stretch, firsts, plane.sizes, dilation), shape)
+        return trimmed(found, shape), trimmed(_renumbered(index, stretch, firsts, plane.sizes, gaps), shape)
 
     return local
 
 
 def _largest_back(plane: Plane, run: Kernel, call: Call) -> Kernel:
-    none = [1] * len(plane.dims)
+    none = [int(any(one.outside for one in plane.halos))] * len(plane.dims)
 
     def local(values: list[Any], firsts: Sequence[Tensor], starts: Any, shape: Sequence[int]) -> Tensor:
         grad, blank, *words, index = values
@@ -91,11 +92,11 @@ def _renumbered(
     index: Tensor, before: Sequence[int], shift: Sequence[Tensor], after: Sequence[int], step: Sequence[int]
 ) -> Tensor:
     """Indices into one plane as indices into another, in which it lies `shift` further along each dim. Where a window holds
-    nothing larger than rows outside do, torch names its first row inside."""
+    nothing larger than rows outside do, torch names its first row inside; `step` is 0 where no window looks outside."""
     out, width = torch.zeros_like(index), 1
     for size, more, new, gap in zip(reversed(before), reversed(shift), reversed(after), reversed(step), strict=True):
         row = index % size + more
-        out = out + torch.where(row < 0, row % gap, row) * width
+        out = out + (torch.where(row < 0, row % gap, row) if gap else row) * width
         index, width = index // size, width * new
     return out
 

@@ -1,4 +1,4 @@
-"""Random numbers: those of the whole tensor, whatever its layout; see `shardwise.random.keys`."""
+"""Random numbers and dropout: the numbers are those of the whole tensor, whatever its layout (see `shardwise.random.keys`)."""
 
 from __future__ import annotations
 

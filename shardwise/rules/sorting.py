@@ -1,4 +1,4 @@
-"""Orders, ranks and counts: an order needs the whole dim; what counts elements counts those of each shard, a partial sum."""
+"""Sorting, searching and counting: sorting needs the whole dim; counts of each shard's elements are a partial sum."""
 
 from __future__ import annotations
 

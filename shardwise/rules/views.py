@@ -1,7 +1,7 @@
-"""Operators that rearrange dims without touching values: they move data only where the layout language cannot say the result.
+"""Views: operators that rearrange dims without touching values. Data moves only where no layout describes the result.
 
-Everything partial passes. `call` runs on the locals as they are, so the result is a view of the local storage and writes go
-through; where a dim has to be made whole first, the result is no view any more (dispatch marks it as a copy).
+Everything partial passes. `call` runs on the local tensors as they are, so the result is a view of the local storage and writes
+go through; where a dim has to be made whole first, the result is no view any more (dispatch marks it as a copy).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a value on DTensors differs from the one on one device: in kind, shape, dtype, the shard of a rank, or the numbers."""
+"""Compares a result on DTensors with the one on one device: type, shape, dtype, the shard of each rank, and the numbers."""
 
 from __future__ import annotations
 

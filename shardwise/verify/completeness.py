@@ -1,5 +1,5 @@
-"""Whether a rule is *complete*: by brute force over one mesh axis, the placements for which the plain local operator, with the
-arguments as they are, gives shards of the right result; those that the rule does not offer are missing.
+"""Whether a rule is *complete*: whether it offers every placement that would be right. These are found by brute force over one
+mesh axis: the plain operator is run on each rank's shards, and what it gives is compared with shards of the right result.
 
 A placement counts if it holds for every sample like it, on two and on three ranks, for several splits of partial values and for
 other values of the tensors, so that no coincidence is taken for a law.

@@ -1,4 +1,4 @@
-"""The sweep over torch's operators: each on many placements, values, written arguments and gradients against one device."""
+"""Checks each of torch's operators on many placements: results, written arguments and gradients are those of one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of every rule: its operators' samples, sound and complete, one verdict for each overload."""
+"""Checks every rule for soundness and completeness on samples of its operators; gives one verdict for each overload."""
 
 from __future__ import annotations
 

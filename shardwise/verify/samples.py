@@ -1,4 +1,4 @@
-"""torch's database of operators: names, sample inputs, in-place forms. The one file that reads `torch.testing`'s own tests.
+"""torch's own database of operators for tests (`op_db`): names, sample inputs, in-place forms. The one file that reads it.
 
 Not imported by the package itself: the database takes seconds to load.
 """

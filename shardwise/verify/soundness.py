@@ -1,4 +1,4 @@
-"""Whether a rule is *sound*: everything it offers, on every mesh, gives what one device gives.
+"""Whether a rule is *sound*: every placement that it offers, on every mesh, gives the result of one device.
 
 Two ways: every candidate of a sentence is taken as it is, whatever would be cheapest; and the operator is called on many
 placements, so that what functions propose and programs do is checked with the moves around it.
