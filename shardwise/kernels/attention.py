@@ -52,11 +52,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, way: Way) -> tuple[Tensor,
     return out.reshape(*query.shape[:-1], value.shape[-1]), lse.contiguous()
 
 
-def attend_backward(  # noqa: PLR0913  as many as the forward has arguments and results
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, way: Way
+def attend_backward(
+    grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, way: Way
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and values that come from these keys, where `out` and `lse` are those of all keys."""
-    given = _laid_out(query, key, value)
+    """The gradients of queries, keys and values (`inputs`) that come from these keys; `out` and `lse` are those of all keys."""
+    query, key, value = inputs
+    given = _laid_out(*inputs)
     width = given[2].shape[-1]
     grad, out = (_padded(_four(x), width) for x in (grad, out))
     found = _kernels(given[0])[1](grad, *given, out, _four(lse[..., None])[..., 0], way)

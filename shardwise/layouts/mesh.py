@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote as _quote
 from urllib.parse import unquote
 from weakref import WeakValueDictionary
@@ -129,7 +129,8 @@ class Mesh(metaclass=OpaqueBaseMeta):
         self.axes, self.shape, self.ranks, self.device, self.world, of, self.slow, self.explicit = content
         self.root = self if of is None else of  # a cycle, so that meshes end when these are collected
         self._flattened, self._groups_of = set(), {}
-        self.axis_sizes, self.ndim, self._size  # noqa: B018  a traced program reads only what is there already
+        for name in ("axis_sizes", "ndim", "_size"):  # worked out now: a traced program reads only what is there already
+            getattr(self, name)
         return self
 
     @staticmethod
@@ -273,7 +274,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
             raise MeshError(
                 f"mesh_dim: mesh {self} has the axes {', '.join(self.axes)}, or 0 to {self.ndim - 1}; got {shown(mesh_dim)}"
             )
-        return self.named(mesh_dim)  # type: ignore[arg-type]
+        return self.named(cast("str | None", mesh_dim))
 
     def _flatten(self, mesh_dim_name: str | None = None) -> Mesh:
         """`flatten`, by the name and with the arguments that a `DeviceMesh` has."""

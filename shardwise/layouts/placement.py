@@ -36,7 +36,7 @@ class Placement(metaclass=OpaqueBaseMeta):
         return isinstance(self, Replicate)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Whether a reduction over the axis is partial."""
+        """Whether the ranks of the axis hold partial values of a reduction."""
         optional(choice, reduce_op, "is_partial: reduce_op", KINDS)
         return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
 
@@ -91,7 +91,7 @@ class StridedShard(Shard):
     """The axis shards dim `dim` in a way that `Shard` cannot say: a factor of the dim, or behind an axis that comes later.
 
     `x.placements` has them where they are needed, so that what it has can be given back to `from_local`, `distribute_tensor`
-    and `redistribute`. `parts` are the factors of the dim, major to minor, with the axes that sharding each; every axis that
+    and `redistribute`. `parts` are the factors of the dim, major to minor, with the axes that shard each; every axis that
     shards the dim carries them. Or `split_factor`, as torch's `_StridedShard`: the axis shards each of so many equal stretches.
 
     >>> import shardwise as sw
@@ -144,10 +144,8 @@ def taken(given: object) -> Placement | None:
     """A placement of ours for one of ours or of torch's; None for anything else."""
     if isinstance(given, Placement):
         return given
-    kind, peer = type(given), _PEERS.get(type(given).__name__)
-    if peer is None or not kind.__module__.startswith("torch.distributed.tensor"):
-        return None
-    return peer(given)
+    peer = _PEERS.get(type(given).__name__) if type(given).__module__.startswith("torch.distributed.tensor") else None
+    return None if peer is None else peer(given)
 
 
 #: Ours for each placement of torch's, by its name: importing that package takes more than a second.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import combinations, permutations, product, takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..base.caches import memo
 from ..layouts.layout import Dim, Factor, Layout, default_sizes, whole
@@ -87,54 +87,54 @@ class Shardings:
             self.even.append(len(dim) == 1 and min(dim[0].sizes) == max(dim[0].sizes) > 0)
         return found
 
-    def fewer(self, sharding: int, count: int) -> int:
+    def fewer(self, at: int, count: int) -> int:
         """The sharding without its `count` minor-most axes."""
-        found = self._fewer.get((sharding, count))
+        found = self._fewer.get((at, count))
         if found is None:
-            factor = self.dims[sharding][0]
-            keep = factor.axes[: len(factor.axes) - count] if len(self.dims[sharding]) == 1 else ()
+            factor = self.dims[at][0]
+            keep = factor.axes[: len(factor.axes) - count] if len(self.dims[at]) == 1 else ()
             step = len(factor.sizes) // math.prod(self._mesh.axis_sizes[axis] for axis in keep)
             sizes = tuple(sum(factor.sizes[i : i + step]) for i in range(0, len(factor.sizes), step))
             made = (Factor(factor.size, keep, sizes),) if keep else (whole(self.size),)
-            found = self._fewer[sharding, count] = self.number(made)
+            found = self._fewer[at, count] = self.number(made)
         return found
 
-    def counts(self, sharding: int) -> Sequence[int]:
+    def counts(self, at: int) -> Sequence[int]:
         """How many minor-most axes may leave at once: any number, or all where the dim is a product of factors."""
-        return range(len(self.axes[sharding]) + 1) if len(self.dims[sharding]) == 1 else (0, len(self.axes[sharding]))
+        return range(len(self.axes[at]) + 1) if len(self.dims[at]) == 1 else (0, len(self.axes[at]))
 
-    def more(self, sharding: int, axis: str) -> int:
+    def more(self, at: int, axis: str) -> int:
         """The sharding with one more axis at its minor end: into the target's shards where that leads there, else equal
         chunks."""
-        found = self._toward.get((sharding, axis)) or self._more.get((sharding, axis))
+        found = self._toward.get((at, axis)) or self._more.get((at, axis))
         if found is None:
-            factor = self.dims[sharding][0]
+            factor = self.dims[at][0]
             chunks = {size: default_sizes(size, (self._mesh.axis_sizes[axis],)) for size in set(factor.sizes)}
             sizes = tuple([shard for size in factor.sizes for shard in chunks[size]])
-            found = self._more[sharding, axis] = self.number((Factor(factor.size, (*factor.axes, axis), sizes),))
+            found = self._more[at, axis] = self.number((Factor(factor.size, (*factor.axes, axis), sizes),))
         return found
 
-    def kept(self, sharding: int) -> list[int]:
+    def kept(self, at: int) -> list[int]:
         """At each point of the mesh, how much of what a rank wants of this dim it (or its pool) holds."""
-        found = self._kept.get(sharding)
+        found = self._kept.get(at)
         if found is None:
-            found = self._kept[sharding] = self._shares(sharding)
+            found = self._kept[at] = self._shares(at)
         return found
 
-    def _shares(self, sharding: int) -> list[int]:
-        dim, want = self.dims[sharding], self.dims[self.want]
-        if len(dim) > 1 or len(want) > 1 or any(axis in self._pooled for axis in self.axes[sharding]):
-            at = points(self._mesh, self._mesh.axes, MOST_POINTS)
-            return shares(Side(dim, self._mesh, at), Side(want, self._mesh, at), self._pooled)
+    def _shares(self, at: int) -> list[int]:
+        dim, want = self.dims[at], self.dims[self.want]
+        if len(dim) > 1 or len(want) > 1 or any(axis in self._pooled for axis in self.axes[at]):
+            every = points(self._mesh, self._mesh.axes, MOST_POINTS)
+            return shares(Side(dim, self._mesh, every), Side(want, self._mesh, every), self._pooled)
         if self._goals is None:
             self._goals = [want[0].interval(i) for i in indices(self._mesh, want[0].axes, MOST_POINTS)]
         starts = dim[0].starts
-        every = zip(indices(self._mesh, dim[0].axes, MOST_POINTS), self._goals, strict=True)
-        return [max(0, min(starts[i + 1], stop) - max(starts[i], start)) for i, (start, stop) in every]
+        pairs = zip(indices(self._mesh, dim[0].axes, MOST_POINTS), self._goals, strict=True)
+        return [max(0, min(starts[i + 1], stop) - max(starts[i], start)) for i, (start, stop) in pairs]
 
-    def renamed(self, sharding: int, axes: tuple[str, ...]) -> int:
+    def renamed(self, at: int, axes: tuple[str, ...]) -> int:
         """The same shards, dealt out along other axes."""
-        factor = self.dims[sharding][0]
+        factor = self.dims[at][0]
         return self.number((factor._replace(axes=axes),))
 
 
@@ -166,21 +166,20 @@ class Space:
         self._wanted = self._held(self.goal[0])
         self._due: dict[Partials, float] = {}
 
+    def by_dim(self, *columns: Sequence[Any]) -> Iterator[Any]:
+        """For each dim its table of shardings, with what stands for the dim in each of the columns."""
+        return zip(self.tables, *columns, strict=True)
+
     def layout(self, node: Node) -> Layout:
         """The layout that a node stands for."""
-        return self.have.replace(
-            dims=[c.dims[sharding] for c, sharding in zip(self.tables, node[0], strict=True)], partials=node[1]
-        )
+        return self.have.replace(dims=[c.dims[at] for c, at in self.by_dim(node[0])], partials=node[1])
 
     def bytes(self, shardings: Numbers) -> int:
         """Bytes of the largest shard."""
-        total = self.item
-        for c, sharding in zip(self.tables, shardings, strict=True):
-            total *= c.widths[sharding]
-        return total
+        return self.item * math.prod([c.widths[at] for c, at in self.by_dim(shardings)])
 
     def _held(self, shardings: Numbers) -> list[int]:
-        return products([c.kept(sharding) for c, sharding in zip(self.tables, shardings, strict=True)])
+        return products([c.kept(at) for c, at in self.by_dim(shardings)])
 
     def lacking(self, shardings: Numbers) -> tuple[int, int]:
         """Elements of the target that a rank, or a group over which it is left partial, does not hold: at worst, and in all."""
@@ -200,10 +199,9 @@ class Space:
             average = self.want.shape.numel() * self.item * transfers / self.mesh.size()
             self._due[partials] = max(self.want.nbytes / self.group, average) if transfers else 0.0
         worst, total = self.lacking(shardings)
-        least = max(
-            worst / self.group,
-            carried(partials, self.want, total) if self._all and partials and not self._due[partials] else 0.0,
-        )
+        least = worst / self.group
+        if self._all and partials and not self._due[partials]:
+            least = max(least, carried(partials, self.want, total))
         return self.latency + max(self._due[partials], least * self.item) * self._least
 
     def _is_local(self, shardings: Numbers, partials: Partials) -> bool:
@@ -211,13 +209,11 @@ class Space:
         wanted = dict(self.want.partials)
         if not all(axis in wanted and _alike(kind, wanted[axis], self.have) for axis, kind in partials):
             return False
-        return all(
-            sharding in c.near or self._embeds(c, sharding, wanted) for c, sharding in zip(self.tables, shardings, strict=True)
-        )
+        return all(at in c.near or self._embeds(c, at, wanted) for c, at in self.by_dim(shardings))
 
-    def _embeds(self, c: Shardings, sharding: int, wanted: dict[str, str]) -> bool:
-        axes = c.axes[sharding]
-        return any(c.fewer(sharding, k) in c.near for k in range(1, len(axes) + 1) if set(axes[-k:]) <= wanted.keys())
+    def _embeds(self, c: Shardings, at: int, wanted: dict[str, str]) -> bool:
+        axes = c.axes[at]
+        return any(c.fewer(at, k) in c.near for k in range(1, len(axes) + 1) if set(axes[-k:]) <= wanted.keys())
 
     def price(self, kind: str, axes: tuple[str, ...], received: float) -> float:
         """The seconds of a step over axes; infinite where it may not be done or there is no group for it."""
@@ -244,9 +240,7 @@ def _alike(kind: str, other: str, have: Layout) -> bool:
 
 
 def _free(space: Space, node: Node) -> list[str]:
-    used = {axis for c, sharding in zip(space.tables, node[0], strict=True) for axis in c.axes[sharding]} | {
-        axis for axis, _ in node[1]
-    }
+    used = {axis for c, at in space.by_dim(node[0]) for axis in c.axes[at]} | {axis for axis, _ in node[1]}
     return [axis for axis in space.mesh.axes if axis not in used]
 
 
@@ -256,11 +250,11 @@ def _exchanges(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     goal = space.goal[0]
     if space.least("exchange", space.lacking(shardings)[0] / space.group * space.item) >= budget:
         return
-    wanted = {axis for c, sharding in zip(space.tables, goal, strict=True) for axis in c.axes[sharding]}
+    wanted = {axis for c, at in space.by_dim(goal) for axis in c.axes[at]}
     if shardings == goal or any(axis in wanted for axis, _ in partials):
         return
-    moved = zip(space.tables, shardings, goal, strict=True)
-    axes = tuple(axis for c, sharding, other in moved if sharding != other for axis in c.axes[sharding])
+    moved = space.by_dim(shardings, goal)
+    axes = tuple(axis for c, at, other in moved if at != other for axis in c.axes[at])
     if axes:
         nbytes = missing(space.layout(node), space.layout((goal, partials)))
         yield Edge("exchange", axes, (goal, partials), space.price("exchange", axes, nbytes))
@@ -270,11 +264,11 @@ def _takes(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     """One more axis shards a dim, or all of the target's where the dim is a product of factors."""
     shardings, partials = node
     free = _free(space, node)
-    for dim, (c, sharding) in enumerate(zip(space.tables, shardings, strict=True)):
+    for dim, (c, at) in enumerate(space.by_dim(shardings)):
         ways: list[tuple[tuple[str, ...], int]] = []
-        if len(c.dims[sharding]) == 1:
-            ways = [((axis,), c.more(sharding, axis)) for axis in free]
-        if sharding == c.unsharded and len(c.dims[c.want]) > 1 and set(c.axes[c.want]) <= set(free):
+        if len(c.dims[at]) == 1:
+            ways = [((axis,), c.more(at, axis)) for axis in free]
+        if at == c.unsharded and len(c.dims[c.want]) > 1 and set(c.axes[c.want]) <= set(free):
             ways.append((c.axes[c.want], c.want))
         for axes, after in ways:
             if after in c.near or partials or not space.straight:
@@ -283,18 +277,10 @@ def _takes(space: Space, node: Node, budget: float) -> Iterator[Edge]:
 
 def _dropped(space: Space, shardings: Numbers) -> Iterator[tuple[tuple[str, ...], Numbers]]:
     """Every choice of minor-most axes, with the shardings that remain without them."""
-    for counts in product(*(c.counts(sharding) for c, sharding in zip(space.tables, shardings, strict=True))):
+    for counts in product(*(c.counts(at) for c, at in space.by_dim(shardings))):
         if any(counts):
-            axes = tuple(
-                a for c, sharding, k in zip(space.tables, shardings, counts, strict=True) if k for a in c.axes[sharding][-k:]
-            )
-            yield (
-                axes,
-                tuple(
-                    c.fewer(sharding, k) if k else sharding
-                    for c, sharding, k in zip(space.tables, shardings, counts, strict=True)
-                ),
-            )
+            axes = tuple(a for c, at, k in space.by_dim(shardings, counts) if k for a in c.axes[at][-k:])
+            yield axes, tuple(c.fewer(at, k) if k else at for c, at, k in space.by_dim(shardings, counts))
 
 
 def _gathers(space: Space, node: Node, budget: float) -> Iterator[Edge]:
@@ -313,9 +299,7 @@ def _deals(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     shardings, partials = node
     held = space.bytes(shardings)
     for axes, kept in _dropped(space, shardings):
-        if any(
-            len(c.dims[sharding]) > 1 for c, sharding, k in zip(space.tables, shardings, kept, strict=True) if sharding != k
-        ):
+        if any(len(c.dims[at]) > 1 for c, at, k in space.by_dim(shardings, kept) if at != k):
             continue
         ranks = space.ranks(axes)
         price = space.price("all_to_all", axes, received("all_to_all", held, ranks))
@@ -324,7 +308,7 @@ def _deals(space: Space, node: Node, budget: float) -> Iterator[Edge]:
             continue
         for dealt in _ways(space, shardings, kept, axes, budget - least):
             if space.bytes(dealt) <= space.cap:
-                if all(c.even[a] and c.even[b] for c, a, b in zip(space.tables, shardings, dealt, strict=True) if a != b):
+                if all(c.even[a] and c.even[b] for c, a, b in space.by_dim(shardings, dealt) if a != b):
                     yield Edge("all_to_all", axes, (dealt, partials), price)
                 elif "exchange" not in space.without:
                     nbytes = missing(space.layout(node), space.layout((dealt, partials)))
@@ -335,7 +319,7 @@ def _ways(space: Space, shardings: Numbers, kept: Numbers, axes: tuple[str, ...]
     """The shardings that come of sharding dims by all the axes: all of them, or, where no other step could be paid after it,
     only the one that leads to the target. A dim that loses axes gains none: its shards would not be equal."""
     if budget > space.latency:
-        gains = tuple(len(c.dims[a]) == 1 and a == b for c, a, b in zip(space.tables, shardings, kept, strict=True))
+        gains = tuple(len(c.dims[a]) == 1 and a == b for c, a, b in space.by_dim(shardings, kept))
         ways: Iterable[Way] = _arrangements(axes, gains)
     else:
         ways = _toward(space, shardings, kept, axes)
@@ -349,8 +333,8 @@ def _ways(space: Space, shardings: Numbers, kept: Numbers, axes: tuple[str, ...]
 
 def _toward(space: Space, shardings: Numbers, kept: Numbers, axes: tuple[str, ...]) -> Iterable[Way]:
     way = []
-    for c, sharding, base in zip(space.tables, shardings, kept, strict=True):
-        gains = sharding == base and base in c.near and len(c.dims[base]) == len(c.dims[c.want]) == 1
+    for c, at, base in space.by_dim(shardings, kept):
+        gains = at == base and base in c.near and len(c.dims[base]) == len(c.dims[c.want]) == 1
         coming = c.axes[c.want][len(c.axes[base]) :] if gains else ()
         way.append(tuple(takewhile(axes.__contains__, coming)))
     return (tuple(way),) if sum(map(len, way)) == len(axes) else ()
@@ -379,22 +363,20 @@ def _permutes(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     held = space.bytes(shardings)
     if space.least("permute", held) >= budget:
         return
-    single = [len(c.dims[sharding]) == 1 for c, sharding in zip(space.tables, shardings, strict=True)]
-    counts = tuple(
-        len(c.dims[sharding][0].sizes) if one else 1 for c, sharding, one in zip(space.tables, shardings, single, strict=True)
-    )
-    fixed = {a for c, sharding, one in zip(space.tables, shardings, single, strict=True) if not one for a in c.axes[sharding]}
+    single = [len(c.dims[at]) == 1 for c, at in space.by_dim(shardings)]
+    counts = tuple(len(c.dims[at][0].sizes) if one else 1 for c, at, one in space.by_dim(shardings, single))
+    fixed = {a for c, at, one in space.by_dim(shardings, single) if not one for a in c.axes[at]}
     fixed |= {axis for axis, _ in partials}
     alone = space.least("permute", held) + space.latency >= budget
     for way in _target_grids(space, counts) if alone else _grids(space.mesh, counts):
         if not fixed.isdisjoint(axis for axes in way for axis in axes):
             continue
         moved = tuple(
-            c.renamed(sharding, axes) if one and c.axes[sharding] != axes else sharding
-            for c, sharding, one, axes in zip(space.tables, shardings, single, way, strict=True)
+            c.renamed(at, axes) if one and c.axes[at] != axes else at
+            for c, at, one, axes in space.by_dim(shardings, single, way)
         )
         if moved != shardings:
-            changed = [(c.axes[a], c.axes[b]) for c, a, b in zip(space.tables, shardings, moved, strict=True) if a != b]
+            changed = [(c.axes[a], c.axes[b]) for c, a, b in space.by_dim(shardings, moved) if a != b]
             axes = tuple({axis: None for pair in changed for part in pair for axis in part})
             yield Edge("permute", axes, (moved, partials), space.price("permute", axes, held))
 
@@ -402,7 +384,7 @@ def _permutes(space: Space, node: Node, budget: float) -> Iterator[Edge]:
 def _target_grids(space: Space, counts: Numbers) -> Iterable[Way]:
     """The way for axes to count so many shards of each dim that leads to the target, if there is one."""
     found = []
-    for c, count in zip(space.tables, counts, strict=True):
+    for c, count in space.by_dim(counts):
         axes = c.axes[c.want]
         lengths = [k for k in range(len(axes) + 1) if space.ranks(axes[:k]) == count]
         if not lengths:
@@ -447,7 +429,7 @@ def _reduces(space: Space, node: Node, budget: float) -> Iterator[Edge]:
 
 
 def _leaves(space: Space, node: Node, budget: float) -> Iterator[Edge]:
-    """Local steps that leave a value partial: of replicated axes, of axes that sharding a dim, of a partial sum or average."""
+    """Local steps that leave a value partial: of replicated axes, of axes that shard a dim, of a partial sum or average."""
     shardings, partials = node
     now = dict(partials)
     due = {axis: kind for axis, kind in space.want.partials if now.get(axis) != kind}
@@ -460,10 +442,10 @@ def _leaves(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     for axes in dict.fromkeys((free, *((axis,) for axis in free))):
         if axes:
             yield Edge("split", axes, (shardings, _with(space, now, due, axes)), LOCAL_SECONDS)
-    for dim, (c, sharding) in enumerate(zip(space.tables, shardings, strict=True)):
-        for count in range(1, len(c.axes[sharding]) + 1 if len(c.dims[sharding]) == 1 else 1):
-            axes = c.axes[sharding][-count:]
-            embedded = (*shardings[:dim], c.fewer(sharding, count), *shardings[dim + 1 :])
+    for dim, (c, at) in enumerate(space.by_dim(shardings)):
+        for count in range(1, len(c.axes[at]) + 1 if len(c.dims[at]) == 1 else 1):
+            axes = c.axes[at][-count:]
+            embedded = (*shardings[:dim], c.fewer(at, count), *shardings[dim + 1 :])
             if not due.keys() >= set(axes) or space.bytes(embedded) > space.cap:
                 break
             yield Edge("embed", axes, (embedded, _with(space, now, due, axes)), LOCAL_SECONDS)

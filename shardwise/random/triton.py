@@ -158,7 +158,7 @@ def fill(out: Tensor, made: Recipe, box: Spans, key: tuple[int, int]) -> bool:
     """Fill a contiguous tensor, and say whether that was possible."""
     if made.source not in _SOURCES or made.last or out.dtype not in _DTYPES or len(box.starts) > _SIDES:
         return False
-    _launch(out, None, out, made, made.scale, box, key)
+    _launch((out, out, out), made, made.scale, box, key)
     return True
 
 
@@ -167,17 +167,19 @@ def drop(x: Tensor, kept: Tensor, scale: float, made: Recipe, box: Spans, key: t
     if x.dtype not in _DTYPES or len(box.starts) > _SIDES:
         return None
     out = torch.empty_like(x)
-    _launch(kept, x, out, made, scale, box, key)
+    _launch((kept, x, out), made, scale, box, key)
     return out
 
 
-def _launch(out: Tensor, x: Tensor | None, dropped: Tensor, made: Recipe, scale: Any, box: Spans, key: Any) -> None:  # noqa: PLR0913
+def _launch(tensors: tuple[Tensor, Tensor, Tensor], made: Recipe, scale: Any, box: Spans, key: Any) -> None:
+    """Run the kernel on what it writes, what it drops elements of and what is left of that: three times one where none are."""
+    out, x, _ = tensors
     if not out.numel():
         return
-    programs, numbers, constants = _facts(made, scale, box.lengths, box.strides, x is not None)
+    programs, numbers, constants = _facts(made, scale, box.lengths, box.strides, x is not out)
     curve, starts = _table(made.source, out.device), (*reversed(box.starts), 0, 0)
     with torch.cuda.device_of(out):
-        _kernel[programs](out, out if x is None else x, dropped, curve, *key, *starts[:_SIDES], *numbers, **constants)
+        _kernel[programs](*tensors, curve, *key, *starts[:_SIDES], *numbers, **constants)
 
 
 @lru_cache(maxsize=1024)

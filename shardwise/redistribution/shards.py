@@ -24,7 +24,7 @@ Parts = list[str | Factor]
 
 
 def parts_of(coarse: Dim, fine: Dim, axes: Sequence[str], mesh: Mesh) -> Parts | None:
-    """`coarse` as a product of those of `axes` that sharding it further into equal shards of `fine`, and of these; or None.
+    """`coarse` as a product of those of `axes` that shard it further into equal shards of `fine`, and of these; or None.
 
     >>> mesh = Mesh(("a",), (2,), range(2), "cpu", "simulated")
     >>> parts_of((Factor(8, (), (8,)),), (Factor(8, ("a",), (4, 4)),), ["a"], mesh)

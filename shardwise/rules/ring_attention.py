@@ -296,7 +296,7 @@ def _changes(
     if seen is False or not query.numel() or not key.numel():
         return tuple(x.new_zeros(x.shape, dtype=accumulated(x.dtype)) for x in given)
     grad, out, lse = known
-    found = attend_backward(grad, *given, out, lse, way)
+    found = attend_backward(grad, given, out, lse, way)
     # What was not seen may have any score, and so any gradient, also one that is no number.
     return tuple(torch.where(seen > 0, x, 0.0) for x in found) if isinstance(seen, Tensor) else found
 
