@@ -213,18 +213,16 @@ def sides(layout: Layout) -> list[BoxSide]:
     return found or [BoxSide(whole(1), 1, 1)]
 
 
-@memo("spans", limit=4096)
-def spans(layout: Layout, place: int) -> Spans:
-    """The indices that the rank at a place holds."""
-    several = [(side, layout.shard(side.factor, place)) for side in sides(layout)]
-    facts = [(side.start(shard), side.length(shard), side.stride) for side, shard in several]
-    return Spans(*zip(*facts, strict=True))
-
-
 @memo("boxes of ranks", limit=4096)
 def box(layout: Layout) -> PerRank:
-    """The same for every rank."""
-    return PerRank(functools.partial(spans, layout))
+    """The indices that each rank holds."""
+    several = sides(layout)
+
+    def spans(place: int) -> Spans:
+        held = [(side, layout.shard(side.factor, place)) for side in several]
+        return Spans(*zip(*((side.start(shard), side.length(shard), side.stride) for side, shard in held), strict=True))
+
+    return PerRank(spans)
 
 
 # ── one rank's shard ──────────────────────────────────────────────────────────────────────────────────────────────────

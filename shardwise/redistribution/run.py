@@ -30,22 +30,9 @@ from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh, quote
 from ..layouts.text import Form, form_of
 from ..planning.plan import Plan, plan
-from ..planning.step import Step, per_step
+from ..planning.step import Step
 from .between_meshes import transfer
-from .step_kernels import (
-    LocalWork,
-    divided,
-    embedding,
-    exchanging,
-    filled,
-    gathering,
-    ranks,
-    reduction,
-    scattering,
-    splitting,
-    swapping,
-    taking,
-)
+from .step_kernels import divided, equal_counts, exchanging, filled, local_work, ranks, reduction, varying
 
 
 def move(local: Tensor, have: Layout, want: Layout, operator: str = "", max_bytes: int | None = None) -> Tensor:
@@ -125,44 +112,12 @@ def is_symbolic(shape: Sequence[int]) -> bool:
 
 def _part(part: str, x: Tensor, step: Step, by: Running) -> Tensor:
     """Run what a step does with one rank's tensor before or after its communication."""
-    kernel = _kernels(step)[part]
+    kernel = local_work(step)[part]
     if not kernel:
         return x
-    if by.traced and (is_symbolic(by.shape) or part in _varying(step)):
+    if by.traced and (is_symbolic(by.shape) or part in varying(step)):
         return torch.ops.shardwise.step(x, by.shape, write(step), part)
     return by.transport.each(kernel[0], step.before.mesh, x, *kernel[1:])
-
-
-def _kernels(step: Step) -> dict[str, LocalWork]:
-    """What to do with one rank's tensor before and after the communication of a step."""
-    return _KERNELS[step.kind](step)
-
-
-def _both(kernels: tuple[LocalWork, LocalWork]) -> dict[str, LocalWork]:
-    return {"before": kernels[0], "after": kernels[1]}
-
-
-def _swapped(step: Step) -> dict[str, LocalWork]:
-    swap = swapping(step)
-    return {} if swap is None else {"before": swap[0], "after": swap[2]}
-
-
-_KERNELS: dict[str, Callable[[Step], dict[str, LocalWork]]] = {
-    "reduce_scatter": lambda step: _both(scattering(step)),
-    "all_gather": lambda step: _both(gathering(step)),
-    "all_to_all": _swapped,
-    "take": lambda step: {"alone": taking(step)},
-    "split": lambda step: {"alone": splitting(step)},
-    "embed": lambda step: {"alone": embedding(step)},
-}
-
-
-@per_step
-def _varying(step: Step) -> frozenset[str]:
-    """The parts of a step in which ranks do different things."""
-    places = range(len(step.before.mesh.ranks))
-    values = [(part, value) for part, work in _kernels(step).items() for value in work if isinstance(value, PerRank)]
-    return frozenset(part for part, value in values if any(value.at(place) != value.at(0) for place in places))
 
 
 # ── one function for each kind ────────────────────────────────────────────────────────────────────────────────────────
@@ -185,10 +140,9 @@ def _all_gather(x: Tensor, step: Step, by: Running) -> Tensor:
 
 
 def _all_to_all(x: Tensor, step: Step, by: Running) -> Tensor:
-    swap = swapping(step)
-    if swap is None or (by.traced and not step.before.even):
+    if not local_work(step) or (by.traced and not step.before.even):
         return _exchange(x, step, by)
-    counts = (x.numel() // step.ranks,) * step.ranks if by.traced else swap[1]
+    counts = (x.numel() // step.ranks,) * step.ranks if by.traced else equal_counts(step)
     received = by.transport.all_to_all(_part("before", x, step, by), counts, counts, step.before.mesh, step.axes)
     return _part("after", received, step, by)
 
@@ -276,7 +230,7 @@ def _move(x: Tensor, shape: Sequence[int], have: str, want: str, operator: str) 
 
 def _step(x: Tensor, shape: Sequence[int], text: str, part: str) -> Tensor:
     step = read(text, tuple(shape), x.dtype)
-    kernel, mesh = _kernels(step)[part], step.before.mesh
+    kernel, mesh = local_work(step)[part], step.before.mesh
     return _own(transport(mesh).each(kernel[0], mesh, x, *kernel[1:]), x, mesh, mesh)
 
 

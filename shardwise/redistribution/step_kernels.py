@@ -69,8 +69,7 @@ def divided(x: Tensor, count: int) -> Tensor:
     return x / count if x.is_floating_point() or x.is_complex() else x // count
 
 
-@per_step
-def scattering(step: Step) -> tuple[LocalWork, LocalWork]:
+def _scattering(step: Step) -> dict[str, LocalWork]:
     """How to lay out each peer's part along dim 0, and what to do with the part received."""
     before, after, axes = step.before, step.after, step.axes
     parts = _parts(before, after, step)
@@ -80,14 +79,14 @@ def scattering(step: Step) -> tuple[LocalWork, LocalWork]:
             first, *rest = after.local_shape(place)
             return (step.ranks * first, *rest)
 
-        return _unless_straight(split, splits(parts, axes, before, stacked)), ()
+        return {"before": _unless_straight(split, splits(parts, axes, before, stacked)), "after": ()}
     width = after.nbytes // after.dtype.itemsize
 
     def laid_out(place: int) -> list[Chunk]:
         wanted = [index_of(after, peer) for peer in before.mesh.peers(place, axes)]
         return chunks_out(index_of(before, place), [(i * width, index) for i, index in enumerate(wanted)])
 
-    return (pack, step.ranks * width, PerRank(laid_out)), (unpadded, PerRank(after.local_shape))
+    return {"before": (pack, step.ranks * width, PerRank(laid_out)), "after": (unpadded, PerRank(after.local_shape))}
 
 
 def _unless_straight(function: Callable[..., Tensor], turns: Turns) -> LocalWork:
@@ -97,13 +96,12 @@ def _unless_straight(function: Callable[..., Tensor], turns: Turns) -> LocalWork
 # ── gathers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@per_step
-def gathering(step: Step) -> tuple[LocalWork, LocalWork]:
+def _gathering(step: Step) -> dict[str, LocalWork]:
     """What to do with a shard before it is gathered, and with all of them afterwards."""
     before, after, axes = step.before, step.after, step.axes
     parts = _parts(after, before, step)
     if parts is not None:
-        return (), _unless_straight(join, joins(parts, axes, before, after.local_shape))
+        return {"before": (), "after": _unless_straight(join, joins(parts, axes, before, after.local_shape))}
     width, along = before.nbytes // before.dtype.itemsize, _only_dim(step)
 
     def gathered(place: int) -> list[Chunk]:
@@ -112,7 +110,7 @@ def gathering(step: Step) -> tuple[LocalWork, LocalWork]:
             shards.sort(key=lambda shard: shard[1][along])
         return chunks_in(index_of(after, place), shards)
 
-    return (padded, width), (put_together, PerRank(after.local_shape), PerRank(gathered), along)
+    return {"before": (padded, width), "after": (put_together, PerRank(after.local_shape), PerRank(gathered), along)}
 
 
 def _only_dim(step: Step) -> int | None:
@@ -135,25 +133,28 @@ def _together(every: Iterable[Parts], step: Step) -> Parts | None:
 # ── exchanges ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@per_step
-def swapping(step: Step) -> tuple[LocalWork, PerRank, LocalWork] | None:
-    """How to lay out equal parts for all peers, how large they are, and how to put together those received."""
+def _swapping(step: Step) -> dict[str, LocalWork]:
+    """How to lay out equal parts for all peers, and how to put together those received; nothing where parts are not equal."""
     before, after, mesh = step.before, step.after, step.before.mesh
     given: list[Parts] = []
     taken: list[Parts] = []
     for one, other in zip(before.dims, after.dims, strict=True):
         gains, loses = parts_of(one, other, step.axes, mesh), parts_of(other, one, step.axes, mesh)
         if gains is None and loses is None:
-            return None
+            return {}
         given.append(list(one) if gains is None else gains)
         taken.append(list(other) if loses is None else loses)
     out, back = _together(given, step), _together(taken, step)
     if out is None or back is None:
-        return None
-    size = PerRank(lambda place: math.prod(before.local_shape(place)))
-    counts = PerRank(lambda place: (size.at(place) // step.ranks,) * step.ranks)
-    lay_out = (split, splits(out, step.axes, before, lambda place: (size.at(place),)).turn)
-    return lay_out, counts, (join, joins(back, step.axes, before, after.local_shape).turn)
+        return {}
+    flat = splits(out, step.axes, before, lambda place: (math.prod(before.local_shape(place)),))
+    return {"before": (split, flat.turn), "after": (join, joins(back, step.axes, before, after.local_shape).turn)}
+
+
+@per_step
+def equal_counts(step: Step) -> PerRank:
+    """How many elements go to each peer where all get as many."""
+    return PerRank(lambda place: (math.prod(step.before.local_shape(place)) // step.ranks,) * step.ranks)
 
 
 @per_step
@@ -219,10 +220,9 @@ def _pairs(group: tuple[int, ...], held: PerRank, wanted: PerRank) -> dict[int, 
 # ── local steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@per_step
-def taking(step: Step) -> LocalWork:
+def _taking(step: Step) -> dict[str, LocalWork]:
     """How to keep a part."""
-    return take, PerRank(step.after.local_shape), _own(step)
+    return {"alone": (take, PerRank(step.after.local_shape), _own(step))}
 
 
 def _own(step: Step) -> PerRank:
@@ -230,28 +230,50 @@ def _own(step: Step) -> PerRank:
     return PerRank(lambda place: overlaps(index_of(step.before, place), index_of(step.after, place)))
 
 
-@per_step
-def splitting(step: Step) -> LocalWork:
+def _splitting(step: Step) -> dict[str, LocalWork]:
     """How one rank keeps the value and the others what leaves it as it is; nothing where all may keep it."""
     mesh, partials = step.before.mesh, dict(step.after.partials)
     axes = [mesh.axes.index(axis) for axis in step.axes if partials[axis] in NEUTRAL]
     if not axes:
-        return ()
+        return {"alone": ()}
     first = PerRank(lambda place: not any(mesh.coordinates[place][i] for i in axes))
-    return _keep, first, NEUTRAL[partials[mesh.axes[axes[0]]]]
+    return {"alone": (_keep, first, NEUTRAL[partials[mesh.axes[axes[0]]]])}
 
 
 def _keep(x: Tensor, mine: bool, fill: int) -> Tensor:
     return x.clone() if mine else torch.full_like(x, fill)
 
 
-@per_step
-def embedding(step: Step) -> LocalWork:
+def _embedding(step: Step) -> dict[str, LocalWork]:
     """How to put a shard among what changes nothing."""
     kind = dict(step.after.partials)[step.axes[0]]
     fill, scale = identity(kind, step.after.dtype), ranks("avg", step.after, step.axes)
-    return _among, PerRank(step.after.local_shape), _own(step), fill, scale
+    return {"alone": (_among, PerRank(step.after.local_shape), _own(step), fill, scale)}
 
 
 def _among(x: Tensor, shape: tuple[int, ...], own: tuple[Overlap, ...], fill: Any, scale: int) -> Tensor:
     return copy(x if scale == 1 else x * scale, x.new_full(shape, fill), own)
+
+
+_LOCAL_WORK: dict[str, Callable[[Step], dict[str, LocalWork]]] = {
+    "reduce_scatter": _scattering,
+    "all_gather": _gathering,
+    "all_to_all": _swapping,
+    "take": _taking,
+    "split": _splitting,
+    "embed": _embedding,
+}
+
+
+@per_step
+def local_work(step: Step) -> dict[str, LocalWork]:
+    """What to do with one rank's tensor "before" and "after" the collective of a step, or "alone" in a local one."""
+    return _LOCAL_WORK[step.kind](step)
+
+
+@per_step
+def varying(step: Step) -> frozenset[str]:
+    """The parts of a step's local work in which ranks do different things."""
+    places = range(len(step.before.mesh.ranks))
+    values = [(part, value) for part, work in local_work(step).items() for value in work if isinstance(value, PerRank)]
+    return frozenset(part for part, value in values if any(value.at(place) != value.at(0) for place in places))

@@ -46,7 +46,7 @@ def _complex(tools: Toolbox, layout: Layout, how: Draw, generator: Generator | N
 
 
 def _traced_spans(tools: Toolbox, layout: Layout) -> tuple[Any, ...]:
-    """The same as `spans`, with numbers of the rank as values of the program."""
+    """The same as `keys.box`, with numbers of the rank as values of the program."""
     starts, lengths, several = [], [], sides(layout)
     for side in several:
         sizes = side.factor.sizes

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard
-from shardwise.random.keys import MOST, State, get_rng_state, next_key, set_rng_state, spans
+from shardwise.random.keys import MOST, State, box, get_rng_state, next_key, set_rng_state
 from tests.helpers.one_device import distributed, equal
 
 MESHES = [sw.init_mesh(a=1), sw.init_mesh(a=2), sw.init_mesh(a=4), sw.init_mesh(a=2, b=2)]
@@ -123,9 +123,9 @@ def test_shards_differ_and_replicas_agree() -> None:
 def test_no_rank_makes_more_than_its_piece() -> None:
     """What a rank makes of a tensor that no machine could hold."""
     layout = sw.layout((2**40, 2**20), MESHES[2], [Shard(0, (2**40 - 5, 0, 3, 2))])
-    assert spans(layout, 2) == ((2**60 - 5 * 2**20,), (3 * 2**20,), (1,))
+    assert box(layout).at(2) == ((2**60 - 5 * 2**20,), (3 * 2**20,), (1,))
     tall = sw.layout((2**30, 6), MESHES[3], {"a": Shard(1), "b": Shard(1)})
-    assert spans(tall, 3) == ((0, 5), (2**30, 1), (6, 1))
+    assert box(tall).at(3) == ((0, 5), (2**30, 1), (6, 1))
 
 
 def test_orthogonal_stays_orthogonal_when_cut() -> None:
