@@ -366,7 +366,7 @@ def _build(content: tuple[Any, ...], shape: torch.Size, cls: type[Layout] | None
         raise LayoutError(f"{self!r}: stride has a number for each of {len(shape)} dims, got {shown(self.stride)}")
     for axis, kind in self.partials:
         if kind in _NOT_OF and _NOT_OF[kind](self.dtype):
-            raise LayoutError(f"{self!r}: {self.dtype} has no {kind}, so no tensor of it can be partial one on axis {axis!r}")
+            raise LayoutError(f"{self!r}: {self.dtype} has no {kind}, and so no Partial({kind!r}) on axis {axis!r}")
         if axis in self.states:
             raise LayoutError(f"axis {axis!r} cannot both shard dim {self.states[axis]} and be Partial({kind})")
         self.states[axis] = kind

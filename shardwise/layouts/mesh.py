@@ -36,7 +36,7 @@ from ..errors import MeshError
 _meshes: WeakValueDictionary[tuple[Any, ...], Mesh] = WeakValueDictionary()
 #: The mesh whose `with` block this is in.
 _current: Setting[Mesh | None] = Setting("mesh", None, reaches_threads=True)
-#: What a mesh may be told about its groups, by whether they must be made explicitly.
+#: The values of `groups=`, by whether groups over several axes must be made explicitly.
 _GROUPS = ("auto", "explicit")
 #: More ranks than any job has: a number of ranks above this is a mistake, and counting them would take long.
 MOST_RANKS = 2**20
@@ -217,7 +217,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
             )
         place = self.place(self.get_rank())
         if place is None:
-            raise MeshError(f"rank {self.get_rank()} is none of the {len(self.ranks)} ranks of mesh {self}")
+            raise MeshError(f"rank {self.get_rank()} is not one of the {len(self.ranks)} ranks of mesh {self}")
         return place
 
     def get_rank(self) -> int:
@@ -526,10 +526,10 @@ def _read(text: str) -> Mesh:
         device, world, axes, ranks, slow, groups, kept = (part.split(",") if part else [] for part in text.split(";"))
         sizes = {unquote(axis): int(size) for axis, _, size in (word.partition("=") for word in axes)}
         order = map(int, ranks) if ranks else range(min(math.prod(sizes.values()), MOST_RANKS + 1))
-        told = (device[0], world[0], None, tuple(map(unquote, slow)), groups[0])
+        rest = (device[0], world[0], None, tuple(map(unquote, slow)), groups[0])
     except (ValueError, IndexError):
         raise MeshError(f"Mesh.read: text is what mesh.text gives, got {shown(text)}") from None
-    root = Mesh(tuple(sizes), sizes.values(), order, *told)
+    root = Mesh(tuple(sizes), sizes.values(), order, *rest)
     return root[tuple(map(unquote, kept))] if kept else root
 
 

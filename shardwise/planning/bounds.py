@@ -72,7 +72,8 @@ def points(mesh: Mesh, axes: tuple[str, ...], most: int = MOST_POINTS) -> Points
     """
     sizes = {axis: mesh.axis_sizes[axis] for axis in axes}
     few = math.prod(sizes.values()) > most
-    every = list(product(*[_some(sizes.get(axis, 1), few) for axis in mesh.axes]))
+    counts = [sizes.get(axis, 1) for axis in mesh.axes]
+    every = list(product(*[sorted({0, 1, n // 2, n - 1}) if few and n > 4 else range(n) for n in counts]))
     return {axis: [point[i] for point in every] for i, axis in enumerate(mesh.axes)}
 
 
@@ -85,10 +86,6 @@ def indices(mesh: Mesh, axes: tuple[str, ...], most: int = MOST_POINTS) -> list[
         n = mesh.axis_sizes[axis]
         found = [i * n + value for i, value in zip(found, at[axis], strict=True)]
     return found
-
-
-def _some(size: int, few: bool) -> Sequence[int]:
-    return sorted({0, 1, size // 2, size - 1}) if few and size > 4 else range(size)
 
 
 def _at(mesh: Mesh, places: list[int]) -> Points:

@@ -433,7 +433,8 @@ def _leaves(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     shardings, partials = node
     now = dict(partials)
     due = {axis: kind for axis, kind in space.want.partials if now.get(axis) != kind}
-    if not all(_mixes(kind, other) for axis, kind in due.items() for held, other in partials if held != axis):
+    pairs = [{kind, other} for axis, kind in due.items() for held, other in partials if held != axis]
+    if not all(len(kinds) == 1 or kinds <= {"sum", "avg"} for kinds in pairs):
         return
     scaled = tuple(axis for axis, kind in due.items() if axis in now and _alike(now[axis], kind, space.have))
     if scaled:
@@ -454,10 +455,6 @@ def _leaves(space: Space, node: Node, budget: float) -> Iterator[Edge]:
 def _with(space: Space, now: dict[str, str], due: dict[str, str], axes: Iterable[str]) -> Partials:
     after = now | {axis: due[axis] for axis in axes}
     return tuple((axis, after[axis]) for axis in space.mesh.axes if axis in after)
-
-
-def _mixes(kind: str, other: str) -> bool:
-    return kind == other or {kind, other} <= {"sum", "avg"}
 
 
 _FAMILIES = (_exchanges, _leaves, _takes, _gathers, _reduces, _permutes, _deals)

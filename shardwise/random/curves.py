@@ -51,9 +51,9 @@ def exponential(probability: float) -> float:
 def evaluate(curve: Curve, probability: Tensor, dtype: torch.dtype) -> Tensor:
     """A curve at probabilities, never zero; doubles tell more numbers apart, but are no nearer to the curve."""
     squares, slopes, ends = table(curve, probability.device, dtype)
-    told = probability.to(torch.float64).view(torch.int64)  # exact: 53 bits
-    segment = (told >> REST).sub_(FIRST_SEGMENT)
-    distance = (told >> (REST - NEAR[dtype])).bitwise_or_(-(2 ** NEAR[dtype])).to(dtype)  # from the upper end, below zero
+    pattern = probability.to(torch.float64).view(torch.int64)  # exact: 53 bits
+    segment = (pattern >> REST).sub_(FIRST_SEGMENT)
+    distance = (pattern >> (REST - NEAR[dtype])).bitwise_or_(-(2 ** NEAR[dtype])).to(dtype)  # from the upper end, below zero
     value = squares.index_select(0, segment).mul_(distance).add_(slopes.index_select(0, segment))
     return value.mul_(distance).add_(ends.index_select(0, segment))
 

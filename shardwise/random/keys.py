@@ -306,7 +306,7 @@ def traced_key(mesh: Mesh, generator: Generator | None = None) -> Tensor:
 
 
 def traced_shard(draw: Draw, layout: Layout, shape: Sequence[int], box: Any, key: Tensor, device: torch.device) -> Tensor:
-    """The same as `piece` in a traced program: one operator, or what a compiler that fuses operators needs."""
+    """The same as `draw_shard` in a traced program: one operator, or what a compiler that fuses operators needs."""
     device = torch.device(device.type)
     made, (starts, lengths, strides) = recipe(draw, layout.dtype), box
     if not (is_decomposing() and made.fuses):

@@ -89,17 +89,13 @@ class Route(NamedTuple):
 def _route(step: Step) -> Route:
     every = sorted({*step.before.mesh.ranks, *step.after.mesh.ranks})
     ranks = Mesh(("ranks",), (len(every),), every, step.before.mesh.device, step.before.mesh.world)
-    held = PerRank(lambda place: _held_shape(step.before, every[place]))
+    places = [step.before.mesh.place(rank) for rank in every]
+    held = PerRank(lambda place: (0,) if (own := places[place]) is None else step.before.local_shape(own))
     sent = PerRank(lambda place: _sent(step, every, every[place]))
     landing = PerRank(lambda place: _landing(step, every, every[place]))
     send = PerRank(lambda place: sent.at(place).counts)
     receive = PerRank(lambda place: landing.at(place).load.counts)
     return Route(ranks, held, sent, send, landing, receive)
-
-
-def _held_shape(layout: Layout, rank: int) -> tuple[int, ...]:
-    place = layout.mesh.place(rank)
-    return (0,) if place is None else layout.local_shape(place)
 
 
 def _sent(step: Step, every: list[int], rank: int) -> _Load:

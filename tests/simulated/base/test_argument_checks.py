@@ -52,7 +52,7 @@ TEXTS: dict[str, tuple[Callable[[], Any], str]] = {
     "no tensor": (lambda: sw.distribute_tensor(None, MESH), r"distribute_tensor: tensor is a tensor, got None"),
     "an order of complex numbers": (
         lambda: sw.layout((8,), MESH, {"dp": sw.Partial("max")}, torch.complex64),
-        r"torch\.complex64 has no max, so no tensor of it can be partial one on axis 'dp'",
+        r"torch\.complex64 has no max, and so no Partial\('max'\) on axis 'dp'",
     ),
     "tensors for layouts": (
         lambda: sw.plan(X, X),
