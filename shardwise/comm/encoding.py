@@ -1,4 +1,4 @@
-"""What a tensor looks like while a collective moves or reduces it: backends know few dtypes, and no NaN.
+"""Encodings of tensors for collectives, since backends know few dtypes and lose NaN.
 
 Reads a tensor or a dtype, gives another that every backend takes, and the way back. Knows nothing of groups.
 """
@@ -91,7 +91,7 @@ def _combiner(kind: str) -> Callable[..., Tensor]:
     return COMBINE[kind]
 
 
-class Wire(NamedTuple):
+class Encoding(NamedTuple):
     """A reduction that every backend does: the tensor to give it, its kind, and the way back."""
 
     encode: Callable[[Tensor], Tensor]
@@ -104,44 +104,24 @@ _BOOLS = {"sum": "max", "bor": "max", "max": "max", "product": "min", "band": "m
 
 
 @lru_cache(maxsize=256)
-def wire(kind: str, of: dtype) -> Wire | None:
+def encoding(kind: str, of: dtype) -> Encoding | None:
     """How tensors of dtype `of` are reduced by `kind`; None: no backend does, so gather them and reduce here.
 
-    >>> wire("sum", torch.bool).kind, wire("bxor", torch.int64)
+    >>> encoding("sum", torch.bool).kind, encoding("bxor", torch.int64)
     ('max', None)
     """
     if of is torch.bool and kind in _BOOLS:
-        return Wire(_byte_of_bool, _BOOLS[kind], _bool_of_byte)
+        return Encoding(lambda x: x.view(torch.uint8), _BOOLS[kind], lambda x: x.bitwise_and(1).view(torch.bool))
     if of in _FLOATS and kind in ("max", "min"):
         # Gloo and NCCL lose NaN in max and min; integers in the order of the numbers, with NaN outermost, do not.
-        return Wire(partial(_ordered, kind=kind), kind, partial(_number_of_ordered, of=of))
+        return Encoding(partial(_ordered, kind=kind), kind, partial(_number_of_ordered, of=of))
     if of in (torch.complex64, torch.complex128) and kind == "sum":
-        return Wire(_real, "sum", torch.view_as_complex)
+        return Encoding(lambda x: torch.view_as_real(x.resolve_conj()), "sum", torch.view_as_complex)
     if of is torch.int16 and kind in ("sum", "product", "max", "min"):
-        return Wire(partial(_wider, to=torch.int32), kind, partial(_wider, to=torch.int16))
+        return Encoding(lambda x: x.to(torch.int32), kind, lambda x: x.to(torch.int16))
     if of in NATIVE and kind in ("sum", "product", "max", "min"):
-        return Wire(_itself, kind, _itself)
+        return Encoding(lambda x: x, kind, lambda x: x)
     return None
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
-
-
-def _wider(x: Tensor, to: dtype) -> Tensor:
-    return x.to(to)
-
-
-def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x.resolve_conj())
-
-
-def _byte_of_bool(x: Tensor) -> Tensor:
-    return x.view(torch.uint8)
-
-
-def _bool_of_byte(x: Tensor) -> Tensor:
-    return x.bitwise_and(1).view(torch.bool)
 
 
 def _ordered(x: Tensor, kind: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""`Batch`: tensors that ranks send straight to one another in one launch, said once for all ranks.
+"""`Batch`: messages between ranks in one launch, described in the same way on every rank.
 
 Whom a rank sends to, or receives from, is a *route*: a function of its place, as text that is the same on every rank.
 
@@ -30,9 +30,9 @@ from ..layouts.mesh import Mesh
 Shape = tuple[int, ...] | PerRank
 
 
-class Route(NamedTuple):
-    """For each place of the root the other one, -1 where there is none; the axes it runs along; whether it is told for the
-    rank that runs it alone."""
+class Partners(NamedTuple):
+    """What a route means on a mesh: for each place of the root the other one, -1 where there is none; the axes it runs along;
+    whether it is known for the rank that runs it alone."""
 
     places: tuple[int, ...]
     axes: tuple[str, ...]
@@ -64,7 +64,7 @@ class Batch(NamedTuple):
         """Whether a rank knows its own messages only."""
         return any(self.route(text).alone for text in self.goals + self.sources)
 
-    def route(self, text: str) -> Route:
+    def route(self, text: str) -> Partners:
         """What a text of this batch tells."""
         return route(text, self.mesh.root)
 
@@ -90,13 +90,13 @@ class Batch(NamedTuple):
 
 
 @memo("routes", limit=4096)
-def route(text: str, root: Mesh) -> Route:
+def route(text: str, root: Mesh) -> Partners:
     """The route that a text tells on a mesh."""
     kind, _, rest = text.partition(" ")
     return _ROUTES[kind](rest, root)
 
 
-def _shift(text: str, root: Mesh) -> Route:
+def _shift(text: str, root: Mesh) -> Partners:
     by, wrap, axis = text.split(" ", 2)
     size = root.size_of(axis)
     ends = range(size) if wrap == "end" else None
@@ -108,7 +108,7 @@ def _shift(text: str, root: Mesh) -> Route:
     return _along(axis, root, [other(at) for at in range(size)])
 
 
-def _table(text: str, root: Mesh) -> Route:
+def _table(text: str, root: Mesh) -> Partners:
     numbers, axis = text.split(" ", 1)
     others = [int(number) for number in numbers.split(",") if number]
     size = root.size_of(axis)
@@ -120,22 +120,22 @@ def _table(text: str, root: Mesh) -> Route:
     return _along(axis, root, others)
 
 
-def _along(axis: str, root: Mesh, others: list[int]) -> Route:
+def _along(axis: str, root: Mesh, others: list[int]) -> Partners:
     """A route by the coordinate along an axis."""
     at = root.axes.index(axis)
     goals = [others[point[at]] for point in root.coordinates]
     places = (root.peers(place, (axis,))[goal] if goal >= 0 else -1 for place, goal in enumerate(goals))
-    return Route(tuple(places), (axis,))
+    return Partners(tuple(places), (axis,))
 
 
-def _ranks(text: str, root: Mesh) -> Route:
+def _ranks(text: str, root: Mesh) -> Partners:
     words = [pair.partition(">") for pair in text.split(",") if pair]
     pairs = {int(one): int(other) for one, _, other in words}
-    return Route(tuple(_place(pairs[rank], root) if rank in pairs else -1 for rank in root.ranks), root.axes)
+    return Partners(tuple(_place(pairs[rank], root) if rank in pairs else -1 for rank in root.ranks), root.axes)
 
 
-def _rank(text: str, root: Mesh) -> Route:
-    return Route((_place(int(text), root),) * len(root.ranks), root.axes, alone=True)
+def _rank(text: str, root: Mesh) -> Partners:
+    return Partners((_place(int(text), root),) * len(root.ranks), root.axes, alone=True)
 
 
 def _place(rank: int, root: Mesh) -> int:
@@ -149,11 +149,11 @@ def _several(ranks: tuple[int, ...]) -> str:
     return f"its ranks are {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''}"
 
 
-def _nobody(text: str, root: Mesh) -> Route:
-    return Route((-1,) * len(root.ranks), ())
+def _nobody(text: str, root: Mesh) -> Partners:
+    return Partners((-1,) * len(root.ranks), ())
 
 
-_ROUTES: dict[str, Callable[[str, Mesh], Route]] = {
+_ROUTES: dict[str, Callable[[str, Mesh], Partners]] = {
     "shift": _shift,
     "table": _table,
     "ranks": _ranks,

@@ -19,15 +19,15 @@ MODES = ("auto", "warn", "forbid")
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """What `communication` was told, and which lines were warned about since."""
+class CommunicationPolicy:
+    """What a block of `communication` allows, and which lines were warned about since."""
 
     mode: str = "auto"
     over_bytes: int = 0
     warned: set[tuple[str, Line]] = field(default_factory=set)
 
 
-policy: Setting[Policy] = Setting("communication", Policy(), reaches_threads=True)
+policy: Setting[CommunicationPolicy] = Setting("communication", CommunicationPolicy(), reaches_threads=True)
 
 
 @contextlib.contextmanager
@@ -40,24 +40,24 @@ def communication(mode: str, over_bytes: int = 0) -> Iterator[None]:
     ...     check("aten.mm", 512, lambda: "f32[8, 16@tp]")
     """
     choice(mode, "communication: mode", MODES)
-    with policy.set(Policy(mode, integer(over_bytes, "communication: over_bytes", 0))):
+    with policy.set(CommunicationPolicy(mode, integer(over_bytes, "communication: over_bytes", 0))):
         yield
 
 
 def check(operator: str, bytes: int, describe: Callable[[], str]) -> None:
-    """Warn or raise, as `communication` was told, about `bytes` that `operator` is going to move to a rank."""
-    told = policy.get()
-    if told.mode == "auto" or bytes <= told.over_bytes:
+    """Warn or raise, as the block of `communication` says, about `bytes` that `operator` is going to move to a rank."""
+    current = policy.get()
+    if current.mode == "auto" or bytes <= current.over_bytes:
         return
     line = caller()
-    if told.mode == "warn" and (operator, line) in told.warned:
+    if current.mode == "warn" and (operator, line) in current.warned:
         return
-    limit = f" (over_bytes={told.over_bytes:,})" if told.over_bytes else ""
+    limit = f" (over_bytes={current.over_bytes:,})" if current.over_bytes else ""
     text = (
         f"{operator} at {line} communicates {bytes:,} bytes{limit}: {describe()}. Redistribute its inputs to "
         'layouts that fit before the operator, or allow it with sw.communication("auto").'
     )
-    if told.mode == "forbid":
+    if current.mode == "forbid":
         raise CommunicationError(text)
-    told.warned.add((operator, line))
+    current.warned.add((operator, line))
     warnings.warn_explicit(text, UserWarning, line.path, line.number)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
+from typing import Any
+
+from torch.distributed import ProcessGroup
 
 from .._torch.aoti import is_group
 from ..errors import CompileError
 from ..layouts.mesh import Mesh
 from .aliases import forget, register
 from .processes import Group, Processes
+
+_make_group: Any = ProcessGroup  # torch's own types do not say that it needs no store
 
 
 class Pretended(Processes):
@@ -24,7 +28,7 @@ class Pretended(Processes):
         places = mesh.root.peers(self.place(mesh), axes)
         group = Group(mesh.root.alias(axes), len(places))
         if group.size > 1 and not is_group(group.alias):
-            made = ProcessGroup(HashStore(), places.index(self.place(mesh)), group.size)
+            made = _make_group(places.index(self.place(mesh)), group.size)
             self._stand_ins[group.alias] = made  # torch's own table does not keep it
             register(group.alias, made)
         return group

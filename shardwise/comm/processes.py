@@ -29,7 +29,7 @@ from .absent import Absent, absent, refuse
 from .agreement import agree
 from .aliases import forget, register
 from .delivery import Message, copied, deliver
-from .encoding import combine, packed, unpacked, wire
+from .encoding import combine, encoding, packed, unpacked
 from .failures import guarded, in_job, joined, report
 from .host_collectives import all_gather as direct_all_gather
 from .host_collectives import all_reduce as direct_all_reduce
@@ -202,7 +202,7 @@ class Processes:
             return x.clone(memory_format=torch.contiguous_format)
         if hosts is not None and is_eager(x) and not deferred.get():
             return direct_all_reduce(x, kind, hosts())
-        how = wire(kind, x.dtype)
+        how = encoding(kind, x.dtype)
         if how is None:
             return self._gathered(x, kind, mesh, axes)
         return how.decode(_finished(_all_reduce(packed(how.encode(x)), how.kind, alias)))
@@ -235,7 +235,7 @@ class Processes:
             return x.new_empty((x.shape[0] // size, *x.shape[1:]))
         if hosts is not None and is_eager(x) and not deferred.get():
             return direct_reduce_scatter(x, kind, hosts())
-        how = wire(kind, x.dtype)
+        how = encoding(kind, x.dtype)
         if how is None:
             return combine(self._exchanged_chunks(x, mesh, axes), kind)
         return how.decode(_finished(_reduce_scatter(packed(how.encode(x)), how.kind, size, alias)))
@@ -261,7 +261,7 @@ class Processes:
         shapes = [batch.shape(index, max(place, 0)) for index in range(len(batch.shapes))]
         if place < 0:
             return [Absent(shape, kind, mesh) for shape, kind in zip(shapes, batch.dtypes, strict=True)]
-        group, peers = self._post(batch), mesh.peers(place, batch.axes)
+        group, peers = self._group_of(batch), mesh.peers(place, batch.axes)
         outs = [torch.zeros(shape, dtype=kind, device=mesh.device) for shape, kind in zip(shapes, batch.dtypes, strict=True)]
         own = [packed(x.detach()) if batch.lent else copied(x.detach()) for x in sent]
         going = [Message(own[index], peers.index(goal)) for index, goal in batch.going(place)]
@@ -269,7 +269,7 @@ class Processes:
         deliver(going, coming, outs, group)
         return outs
 
-    def _post(self, batch: Batch) -> Any:
+    def _group_of(self, batch: Batch) -> Any:
         """The process group that carries a batch. Where its ranks must all meet before some of them send, they do so once."""
         group = self.prepare(batch.mesh, batch.axes)
         made = group_over((dist.get_rank(),), batch.mesh.root) if group.process is None else group.process()

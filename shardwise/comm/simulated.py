@@ -262,13 +262,13 @@ class Simulated:
         return _by_group(x, mesh, axes, deal)
 
     def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        """Shard each shard by `send` and put together what each place receives."""
+        """Split each shard by `send`, and concatenate what each place receives."""
         shards, out = _shards(x, mesh), {}
         sends, receives = _by_place(send, len(shards)), _by_place(receive, len(shards))
         for group in mesh.groups(axes):
-            parcels = [shards[place].split(list(sends[place])) for place in group]
+            chunks = [shards[place].split(list(sends[place])) for place in group]
             for index, place in enumerate(group):
-                coming = [parcel[index] for parcel in parcels]
+                coming = [several[index] for several in chunks]
                 counts = tuple(len(shard) for shard in coming)
                 if counts != (expected := tuple(receives[place])):
                     raise WorldError(

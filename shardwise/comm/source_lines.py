@@ -1,4 +1,4 @@
-"""Where the user stands: the lines of the program that led here.
+"""The lines of the user's program that led here, for errors and logs.
 
 Knows nothing of meshes and tensors.
 """
@@ -43,12 +43,13 @@ def callers(most: int) -> list[Line]:
     >>> len(callers(1))
     1
     """
-    frame, found = sys._getframe(1), list[Line]()
+    frame: FrameType | None = sys._getframe(1)
+    found = list[Line]()
     while frame is not None and len(found) < most:
         path = frame.f_code.co_filename
         if not path.startswith(_LIBRARIES) and path not in _PASSED_THROUGH and not _is_written(frame):
             found.append(Line(path, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return found
 
 

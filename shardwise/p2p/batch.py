@@ -1,7 +1,7 @@
-"""`batch`, `send`, `recv`, `wait`: tensors that ranks send straight to one another, in one launch, forward and backward.
+"""`batch`, `send`, `recv`, `wait`: tensors that ranks send to one another in one launch, forward and backward.
 
-A traced program holds one operator for a batch, with its routes as text, and one wait for each tensor that comes of it; the
-backward is the batch reversed. Where nothing is traced, what was received waits when it is first used.
+A traced program holds one operator for a batch, with its routes as text, and one wait for each received tensor; the backward is
+the batch reversed. Where nothing is traced, a received tensor waits when it is first used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ wait_tensor = collectives.wait_tensor.default
 _ANCHOR = torch.empty(0, requires_grad=True)
 _NOBODY = "nobody"
 
-# ── what a user says ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sends and receives ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Peer(NamedTuple):
@@ -185,7 +185,7 @@ def batch(ops: Iterable[Send | Receive]) -> tuple[Tensor, ...]:
     sent = [op.x for op in sends]
     if torch.compiler.is_compiling():
         return tuple(torch.ops.shardwise.p2p(sent, *told, LIBRARY.key()))[: len(receives)]
-    read = _read(sent, *told)
+    read = _read(sent, told)
     if all(type(x) is Tensor for x in sent):
         check_shapes(read, sent, max(transport(read.mesh).place(read.mesh), 0))
     return tuple(exchange(sent, read))
@@ -201,7 +201,7 @@ def wait(*tensors: Tensor) -> Any:
         return finish()
     for x in tensors:
         a_tensor(x, "p2p.wait: each of *tensors")
-    found = tuple(_Settled.apply(x) if isinstance(x, AsyncTensor) else x for x in tensors)
+    found = tuple(_Arrived.apply(x) if isinstance(x, AsyncTensor) else x for x in tensors)
     return found if len(found) > 1 else found[0]
 
 
@@ -235,9 +235,9 @@ def _sizes(shapes: Sequence[Any]) -> tuple[list[int], list[int]]:
 # ── a batch, read ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _read(  # noqa: PLR0913  as the operator
-    sent: Sequence[Tensor], mesh: str, goals: Any, sources: Any, dtypes: Any, dims: Sequence[int], sizes: Sequence[int]
-) -> Batch:
+def _read(sent: Sequence[Tensor], told: Sequence[Any]) -> Batch:
+    """A batch from the arguments of the operators below, after the sent tensors."""
+    mesh, goals, sources, dtypes, dims, sizes = told
     on = seen(Mesh.read(mesh)) if mesh else _whole_job(sent)
     shapes: list[Shape] = []
     rest = list(sizes)
@@ -266,44 +266,43 @@ def _whole_job(sent: Sequence[Tensor]) -> Mesh:
 # ── autograd, and the two ways to run ─────────────────────────────────────────────────────────────────────────────────
 
 
-def exchange(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
+def exchange(sent: Sequence[Tensor], messages: Batch) -> list[Tensor]:
     """What is received of a batch, differentiable."""
-    if len(sent) != len(told.goals):
-        raise OperatorError(f"a batch of {len(told.goals)} sends got {len(sent)} tensors")
-    check_matched(told, sent)
-    world = transport(told.mesh)
-    if any(x.requires_grad and x.numel() and world.replicate(x, told.mesh) is not x for x in sent):
+    if len(sent) != len(messages.goals):
+        raise OperatorError(f"a batch of {len(messages.goals)} sends got {len(sent)} tensors")
+    check_matched(messages, sent)
+    world = transport(messages.mesh)
+    if any(x.requires_grad and x.numel() and world.replicate(x, messages.mesh) is not x for x in sent):
         raise OperatorError(
             "p2p.batch: a plain tensor that requires grad in a simulated world, where each rank has its own: send what a "
             "DTensor's to_local() gives, or a Bundle"
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in sent):
-        return list(_Batch.apply(told, *sent))
-    return run(sent, told)
+        return list(_Exchange.apply(messages, *sent))
+    return run(sent, messages)
 
 
-class _Batch(Function):
+class _Exchange(Function):
     @staticmethod
-    def forward(ctx: Any, told: Batch, *sent: Tensor) -> tuple[Tensor, ...]:
-        ctx.told, ctx.like = told, [like(x) for x in sent]
-        outs = run(sent, told)
+    def forward(ctx: Any, messages: Batch, *sent: Tensor) -> tuple[Tensor, ...]:
+        ctx.messages, ctx.like = messages, [like(x) for x in sent]
+        outs = run(sent, messages)
         ctx.mark_non_differentiable(*(out for out in outs if not _flows(out.dtype)))
         ctx.set_materialize_grads(False)
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        told: Batch = ctx.told
-        back = [i for i, kind in enumerate(told.dtypes) if _flows(kind)]
+        messages: Batch = ctx.messages
+        back = [i for i, kind in enumerate(messages.dtypes) if _flows(kind)]
         forth = [i for i, (_, kind) in enumerate(ctx.like) if _flows(kind)]
         shapes, kinds = zip(*(ctx.like[i] for i in forth), strict=True)
-        reverse = Batch(
-            told.mesh, tuple(told.sources[i] for i in back), tuple(told.goals[i] for i in forth), tuple(shapes), tuple(kinds)
-        )
-        given = [_zeros(told, i) if (grad := grads[i]) is None else wait(grad) for i in back]
+        goals, sources = (tuple(texts[i] for i in kept) for texts, kept in ((messages.sources, back), (messages.goals, forth)))
+        reverse = Batch(messages.mesh, goals, sources, tuple(shapes), tuple(kinds))
+        given = [_zeros(messages, i) if (grad := grads[i]) is None else wait(grad) for i in back]
         found: list[Tensor | None] = [None] * len(ctx.like)
         for i, grad in zip(forth, exchange(given, reverse), strict=True):
-            found[i] = None if told.goals[i] == _NOBODY else wait(grad)
+            found[i] = None if messages.goals[i] == _NOBODY else wait(grad)
         return None, *found
 
 
@@ -319,10 +318,10 @@ def like(x: Tensor) -> tuple[Shape, torch.dtype]:
     return tuple(x.shape), x.dtype
 
 
-def _zeros(told: Batch, index: int) -> Tensor:
+def _zeros(messages: Batch, index: int) -> Tensor:
     """The gradient of a received tensor that nobody used."""
-    on, kind = told.mesh, told.dtypes[index]
-    shape = PerRank(lambda place: told.shape(index, place))
+    on, kind = messages.mesh, messages.dtypes[index]
+    shape = PerRank(lambda place: messages.shape(index, place))
     return transport(on).each(_nothing, on, shape, kind, torch.device(on.device))
 
 
@@ -330,19 +329,19 @@ def _nothing(shape: tuple[int, ...], kind: torch.dtype, device: torch.device) ->
     return torch.zeros(shape, dtype=kind, device=device)
 
 
-def run(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
+def run(sent: Sequence[Tensor], messages: Batch) -> list[Tensor]:
     """What is received of a batch, perhaps on its way still; below autograd."""
     sent = [wait(x) for x in sent]
-    world = transport(told.mesh, "p2p")
+    world = transport(messages.mesh, "p2p")
     if world.traced(sent[0] if sent else torch.empty(0)):
-        return [wait_tensor(out) for out in _leave(sent, told)][: len(told.sources)]
+        return [wait_tensor(out) for out in _leave(sent, messages)][: len(messages.sources)]
     if is_watched():
-        key = (told.mesh, told.goals, told.sources)
-        return watched("p2p", key, tuple(sent), lambda: [wait_tensor(out) for out in world.exchange(sent, told)])
-    return [AsyncTensor(out) if type(out) is Tensor else out for out in world.exchange(sent, told)]
+        key = (messages.mesh, messages.goals, messages.sources)
+        return watched("p2p", key, tuple(sent), lambda: [wait_tensor(out) for out in world.exchange(sent, messages)])
+    return [AsyncTensor(out) if type(out) is Tensor else out for out in world.exchange(sent, messages)]
 
 
-class _Settled(Function):
+class _Arrived(Function):
     """A tensor that has arrived, in place of one that may be on its way."""
 
     @staticmethod
@@ -363,32 +362,39 @@ torch.library.define("shardwise::messages", f"({_ARGUMENTS}) -> Tensor[]")
 
 def _composed(sent: list[Tensor], *told: Any) -> list[Tensor]:
     """A batch in a function of the user's: made of the operators below, forward and backward, when it is traced further."""
-    batch = _read(sent, *told[:-1])
+    batch = _read(sent, told[:-1])
     transport(batch.mesh).ready(batch.mesh)
     return exchange(sent, batch) or [torch.empty(0, device=batch.mesh.device)]
 
 
-def _leave(sent: Sequence[Tensor], told: Batch) -> list[Tensor]:
+def _leave(sent: Sequence[Tensor], messages: Batch) -> list[Tensor]:
     """Leave a batch in the program that is traced."""
     keep_in_their_part(is_of_one_rank)
-    place = max(transport(told.mesh).place(told.mesh), 0)
-    if varies(told.shapes, len(told.mesh.ranks)):
-        mark_specific(told.shapes)
-    if told.alone and only_alike.get():
-        refuse_unequal(told.shapes)
-    dims, sizes = _sizes([told.shape(index, place) for index in range(len(told.shapes))])
-    words = (told.mesh.text, list(told.goals), list(told.sources), [str(kind) for kind in told.dtypes], dims, sizes)
+    place = max(transport(messages.mesh).place(messages.mesh), 0)
+    if varies(messages.shapes, len(messages.mesh.ranks)):
+        mark_specific(messages.shapes)
+    if messages.alone and only_alike.get():
+        refuse_unequal(messages.shapes)
+    dims, sizes = _sizes([messages.shape(index, place) for index in range(len(messages.shapes))])
+    words = (
+        messages.mesh.text,
+        list(messages.goals),
+        list(messages.sources),
+        [str(kind) for kind in messages.dtypes],
+        dims,
+        sizes,
+    )
     return torch.ops.shardwise.messages(list(sent), *words)
 
 
 def _begin(sent: list[Tensor], *told: Any) -> list[Tensor]:
-    batch = _read(sent, *told)
+    batch = _read(sent, told)
     # A batch that only sends gives something to wait for, so that no compiler leaves it out.
     return transport(batch.mesh).exchange(sent, batch) or [torch.empty(0, device=batch.mesh.device)]
 
 
 def _begin_fake(sent: list[Tensor], *told: Any) -> list[Tensor]:
-    batch = _read(sent, *told)
+    batch = _read(sent, told)
     like = [(batch.shape(index, 0), kind) for index, kind in enumerate(batch.dtypes)]
     made = [torch.empty(shape, dtype=kind, device=batch.mesh.device) for shape, kind in like]
     return made or [torch.empty(0, device=batch.mesh.device)]

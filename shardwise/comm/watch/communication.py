@@ -35,27 +35,27 @@ _RECEIVED: dict[str, Callable[[int, int], int]] = {
 
 
 class Communication(NamedTuple):
-    """What is communicated, over which axes of a mesh, for which operator.
+    """What is communicated, over which axes of a mesh.
 
     tensors        what this rank gives to a collective
     detail         the reduction, as `sum`, or who broadcasts
-    send, receive  where ranks send each other different amounts: the messages of each place
-    places         the places whose messages are known here
+    operator       for which operator; `line`: the user's line, where a captured program knows it
+    places         where ranks send each other different amounts: the places whose messages are known here
+    send, receive  the messages of each place
     alone          whether a rank knows its own messages only
-    line           the user's line, where a captured program knows it
     """
 
     kind: str
     mesh: Mesh
     axes: tuple[str, ...]
-    operator: str = ""
     tensors: Sequence[Tensor] = ()
     detail: str = ""
+    operator: str = ""
+    line: str = ""
+    places: Iterable[int] = ()
     send: Messages | None = None
     receive: Messages | None = None
-    places: Iterable[int] = ()
     alone: bool = False
-    line: str = ""
 
     def received(self) -> int:
         """The bytes that the worst rank receives from others; -1 where no rank does."""
@@ -93,18 +93,6 @@ def rows_for_each(counts: Counts, mesh: Mesh, axes: tuple[str, ...], x: Tensor) 
     return at
 
 
-def batch_messages(sent: Sequence[Tensor], batch: Batch) -> tuple[Messages, Messages]:
-    """What each place sends in a batch, as far as this rank knows it, and what it receives."""
-
-    def going(place: int) -> Mapping[int, Sequence[Content]]:
-        return _grouped((goal, (tuple(sent[i].shape), sent[i].dtype)) for i, goal in batch.going(place))
-
-    def coming(place: int) -> Mapping[int, Sequence[Content]]:
-        return _grouped((source, (batch.shape(i, place), batch.dtypes[i])) for i, source in batch.coming(place))
-
-    return going, coming
-
-
 def _grouped(messages: Iterable[tuple[int, Content]]) -> Mapping[int, Sequence[Content]]:
     found: dict[int, list[Content]] = {}
     for place, content in messages:
@@ -115,3 +103,34 @@ def _grouped(messages: Iterable[tuple[int, Content]]) -> Mapping[int, Sequence[C
 def _from_others(messages: Mapping[int, Sequence[Content]], place: int) -> int:
     others = [content for other, several in messages.items() if other != place for content in several]
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in others) if others else -1
+
+
+# ── the verbs of a transport ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _all_to_all(x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Communication:
+    going, coming = (rows_for_each(counts, mesh, axes, x) for counts in (send, receive))
+    return Communication("all_to_all", mesh, axes, (x,), places=range(len(mesh.ranks)), send=going, receive=coming)
+
+
+def _exchange(sent: Sequence[Tensor], batch: Batch) -> Communication:
+    def going(place: int) -> Mapping[int, Sequence[Content]]:
+        return _grouped((goal, (tuple(sent[i].shape), sent[i].dtype)) for i, goal in batch.going(place))
+
+    def coming(place: int) -> Mapping[int, Sequence[Content]]:
+        return _grouped((source, (batch.shape(i, place), batch.dtypes[i])) for i, source in batch.coming(place))
+
+    what = Communication("exchange", batch.mesh, batch.axes, send=going, receive=coming, alone=batch.alone)
+    return what._replace(places=range(len(batch.mesh.ranks)))
+
+
+#: What each verb of a transport that communicates is about to do, from its arguments.
+COMMUNICATIONS: dict[str, Callable[..., Communication]] = {
+    "all_reduce": lambda x, kind, mesh, axes: Communication("all_reduce", mesh, axes, (x,), kind),
+    "all_gather": lambda x, mesh, axes: Communication("all_gather", mesh, axes, (x,)),
+    "reduce_scatter": lambda x, kind, mesh, axes: Communication("reduce_scatter", mesh, axes, (x,), kind),
+    "all_to_all": _all_to_all,
+    "exchange": _exchange,
+    "broadcast": lambda x, mesh, source=0: Communication("broadcast", mesh, mesh.sorted_axes(mesh.axes), (x,)),
+    "shapes": lambda x, mesh: Communication("shapes", mesh, mesh.root.axes, (x,)),
+}

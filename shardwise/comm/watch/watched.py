@@ -6,7 +6,8 @@ Reads what is asked of the transport, or by compiled programs of process groups.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -17,9 +18,8 @@ from ...layouts.mesh import Mesh, group_named
 from ..aliases import listening
 from ..delivery import arrived
 from ..listener import asked, expected
-from ..messages import Batch
-from ..transport import Counts, Transport
-from .communication import Communication, batch_messages, rows_for_each
+from ..transport import Transport
+from .communication import COMMUNICATIONS, Communication, rows_for_each
 from .debug import compare_fact, compared, current_session, finish
 from .log import Log, Watch, record, watching
 from .meeting import Checks, Session
@@ -93,10 +93,10 @@ def _overheard(
     if watching.get() is None:
         return contextlib.nullcontext()
     (mesh, axes), (operator, line) = group_named(alias), expected()
-    what = Communication(kind, mesh, axes, operator, tensors, detail, line=line)
+    what = Communication(kind, mesh, axes, tensors, detail, operator, line)
     if rows is not None:
         send, receive = (rows_for_each(tuple(counts), mesh, axes, tensors[0]) for counts in rows)
-        what = what._replace(send=send, receive=receive, places=(mesh.place(dist.get_rank()) or 0,))
+        what = what._replace(places=(mesh.place(dist.get_rank()) or 0,), send=send, receive=receive)
     return _around(what, current_session())
 
 
@@ -115,54 +115,20 @@ class Watched:
         self._transport, self._operator, self._session = transport, operator, session
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+        verb = getattr(self._transport, name)
+        return partial(self._through, COMMUNICATIONS[name], verb) if name in COMMUNICATIONS else verb
 
-    def _about(
-        self, kind: str, x: Tensor, mesh: Mesh, axes: tuple[str, ...], **more: Any
-    ) -> contextlib.AbstractContextManager[None]:
-        session = None if self._session is None or self._transport.traced(x) else self._session
-        return _around(Communication(kind, mesh, axes, self._operator, (x,), **more), session)
-
-    def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        """Watch, then reduce."""
-        with self._about("all_reduce", x, mesh, axes, detail=kind):
-            return self._transport.all_reduce(x, kind, mesh, axes)
-
-    def all_gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        """Watch, then gather."""
-        with self._about("all_gather", x, mesh, axes):
-            return self._transport.all_gather(x, mesh, axes)
-
-    def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        """Watch, then reduce and scatter."""
-        with self._about("reduce_scatter", x, mesh, axes, detail=kind):
-            return self._transport.reduce_scatter(x, kind, mesh, axes)
-
-    def all_to_all(self, x: Tensor, send: Counts, receive: Counts, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        """Watch, with what each sends and what the other expects, then exchange."""
-        going, coming = (rows_for_each(counts, mesh, axes, x) for counts in (send, receive))
-        with self._about("all_to_all", x, mesh, axes, send=going, receive=coming, places=range(len(mesh.ranks))):
-            return self._transport.all_to_all(x, send, receive, mesh, axes)
-
-    def exchange(self, sent: Sequence[Tensor], batch: Batch) -> list[Tensor]:
-        """Watch, then begin to send and receive; in debug mode, ranks that know their own messages only wait for them here."""
-        send, receive = batch_messages(sent, batch)
-        what = Communication("exchange", batch.mesh, batch.axes, self._operator, send=send, receive=receive)
-        with _around(what._replace(places=range(len(batch.mesh.ranks)), alone=batch.alone), self._session):
-            outs = self._transport.exchange(sent, batch)
-        if self._session is None or not batch.alone or self._transport.place(batch.mesh) < 0:
+    def _through(self, about: Callable[..., Communication], verb: Callable[..., Any], *args: Any) -> Any:
+        """Watch what one of the transport's verbs is about to communicate, then let it. In debug mode, ranks that know their
+        own messages only wait for them here."""
+        what, session = about(*args)._replace(operator=self._operator), self._session
+        if session is not None and any(map(self._transport.traced, what.tensors)):
+            session = None
+        with _around(what, session):
+            outs = verb(*args)
+        if session is None or not what.alone or self._transport.place(what.mesh) < 0:
             return outs
         return finish(lambda: [arrived(out) for out in outs])
-
-    def broadcast(self, x: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
-        """Watch, then broadcast."""
-        with self._about("broadcast", x, mesh, mesh.sorted_axes(mesh.axes)):
-            return self._transport.broadcast(x, mesh, source)
-
-    def shapes(self, x: Tensor, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-        """Watch, then ask the ranks for their shapes."""
-        with self._about("shapes", x, mesh, mesh.root.axes):
-            return self._transport.shapes(x, mesh)
 
     def agree(self, fact: str, mesh: Mesh, due: bool) -> None:
         """In debug mode, compare there; else as the other transport does."""

@@ -172,11 +172,13 @@ def test_in_a_block_that_is_run_twice() -> None:
     assert all(torch.equal(*pair) for pair in zip(x.grad.shards, again.grad.shards, strict=True))
 
 
-def test_compiled() -> None:
+@pytest.mark.parametrize("is_even", [True, False])
+def test_compiled(is_even: bool) -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
-        return p2p.halo_exchange(p2p.shift(x.sin(), mesh=RING), 0, 1, 1, mesh=RING).cos()
+        moved = p2p.shift(x.sin(), mesh=RING) if is_even else x.sin()
+        return p2p.halo_exchange(moved, 0, 2, 1, mesh=RING).cos()
 
-    x = numbered(3, 4).requires_grad_()
+    x = Bundle(torch.randn(rows) for rows in ((4, 4, 4) if is_even else (2, 4, 5))).requires_grad_()
     want, got = program(x), torch.compile(program, backend="aot_eager", fullgraph=True)(x)
     for one, other in zip(got.shards, want.shards, strict=True):
         torch.testing.assert_close(one, other)
