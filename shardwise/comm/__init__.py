@@ -2,19 +2,19 @@
 
 In the order of imports, which go down only:
 
-    source_lines      where the user stands: the lines of the program that led here
+    source_lines      the lines of the user's program that led here
     policy            `communication`: whether operators may communicate on their own account
-    interception      who watches what is communicated, to give it back in a second run
-    messages          `Batch`: tensors that ranks send straight to one another, said once for all ranks
+    interception      where rematerialisation records or replays what was communicated or drawn
+    messages          `Batch`: messages between ranks, described in the same way on every rank
     transport         the one interface that every communication goes through
-    encoding          what a tensor looks like while a collective moves it
+    encoding          encodings of tensors for collectives, since backends know few dtypes and lose NaN
     simulated         the transport to N ranks in this process
     absent            what a rank holds of a tensor on a mesh that it is not in: a shape without data
-    host_collectives  collectives on hosts by sending straight to every peer
+    host_collectives  collectives on hosts, by messages to every peer
     listener          a process group that calls a hook before each collective, then has another group do it
     aliases           aliases for process groups, and a hook to listen to every group behind an alias
     store             the job's store: topics, signs of life, whether another rank's process has ended
-    failures          failures that one rank knows of reach all: word in the job's store, and groups closed to wake who waits
+    failures          failures of one rank raise on all: a text in the job's store, and closed groups to wake ranks that wait
     agreement         ranks compare a text that must be the same on all
     delivery          messages over a process group: one launch, and tensors registered with their work
     rank_specific     whether the program that is being traced belongs to one rank only

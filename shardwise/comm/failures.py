@@ -1,4 +1,4 @@
-"""Failures that only one rank knows of: it tells the others through the job's store, and wakes those that wait for it.
+"""Failures of one rank raise on all: it tells the others through the job's store, and wakes those that wait for it.
 
 A rank whose local computation raises (a bad index in its shard, memory that does not suffice) first asks whether the others
 raise too: then the error is one of the program, every rank has it, and nothing else happens. Else it leaves word of it and

@@ -1,4 +1,4 @@
-"""Collectives on hosts by sending straight to every peer: quicker than Gloo's own, which go around a ring, rank by rank.
+"""Collectives on hosts, by messages to every peer: quicker than Gloo's own, which go around a ring, rank by rank.
 
 Reads a tensor and a Gloo process group, gives a tensor. Results are combined in the order of the group, so that all ranks have
 the same bits, and the same as in a simulated world. Knows nothing of meshes.

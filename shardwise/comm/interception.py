@@ -1,6 +1,6 @@
-"""Who watches what is communicated and drawn, to keep it and to give it back in a second run: `watched`, `watch`.
+"""Interception point: rematerialisation records or replays the result of a communication or of a random draw.
 
-Knows nothing of blocks and policies: a watcher is asked for a result, and may or may not let it be computed.
+Knows nothing of regions and policies: a watcher is asked for a result, and may or may not let it be computed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Watcher(Protocol):
-    """One who is asked."""
+    """Records or replays results."""
 
     def result(self, operator: str, key: Hashable, x: Tensor | tuple[Tensor, ...] | None, run: Callable[[], Any]) -> Any:
-        """What comes of a communication of `x`, or a draw, that `key` describes: what `run` gives, or has given before."""
+        """The result of a communication of `x`, or of a draw, that `key` describes: that of `run`, or an earlier one."""
 
 
 class _Watchers(threading.local):
@@ -31,24 +31,24 @@ _watchers = _Watchers()
 
 
 def watch(watcher: Watcher) -> tuple[Watcher, ...]:
-    """From now on a watcher is asked first; gives those who were asked before."""
+    """Put a watcher before the others of this thread; gives these."""
     before = _watchers.now
     _watchers.now = (*before, watcher)
     return before
 
 
 def watch_as_before(watchers: tuple[Watcher, ...]) -> None:
-    """From now on those are asked who were asked before."""
+    """Restore the watchers that `watch` gave."""
     _watchers.now = watchers
 
 
 def is_watched() -> bool:
-    """Whether anyone watches this thread."""
+    """Whether this thread has a watcher."""
     return bool(_watchers.now)
 
 
 def watched(operator: str, key: Hashable, x: Tensor | tuple[Tensor, ...] | None, run: Callable[[], T]) -> T:
-    """The result of a communication or a draw, by way of all who watch this thread.
+    """The result of a communication or a draw, by way of all watchers of this thread.
 
     >>> import torch
     >>> watched("move", "", torch.ones(2), lambda: torch.zeros(2))

@@ -22,7 +22,7 @@ from ..base.settings import Setting
 Hook = Callable[[str, str, str, Sequence[Tensor], tuple[list[int], list[int]] | None], AbstractContextManager[Any]]
 
 #: True while a collective was issued through the transport, so that listeners do not count it twice.
-asked = Setting("asked", False)
+through_transport = Setting("through transport", False)
 #: For which operator, and from which line, a captured program is about to communicate, in the thread that runs it.
 _known = threading.local()
 _NOTHING = nullcontext()
@@ -59,7 +59,7 @@ class Listener(ProcessGroup):
         self._group: Any = weakref.ref(group)  # whoever ends a job ends its groups
 
     def _about(self, kind: str, given: Any, args: Sequence[Any]) -> AbstractContextManager[Any]:
-        hooks = () if asked.get() else tuple(self._hooks)
+        hooks = () if through_transport.get() else tuple(self._hooks)
         if not hooks:
             return _NOTHING
         rows = None

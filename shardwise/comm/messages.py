@@ -194,7 +194,7 @@ def check_matched(batch: Batch, sent: Sequence[Tensor]) -> None:
     """Refuse a batch in which a message has one side only, or two that differ in dtype, if that is known here at all."""
     pair = None if batch.alone else _mismatch(batch._replace(shapes=()), tuple(x.dtype for x in sent))
     if pair is not None:
-        refuse(batch, pair, [f"{name(x.dtype)} tensor" for x in sent])
+        refuse(batch, pair, [describe(x.dtype) for x in sent])
 
 
 @memo("matched batches", limit=1024)
@@ -210,7 +210,7 @@ def check_shapes(batch: Batch, sent: Sequence[Tensor], place: int) -> None:
     mine = [] if batch.alone else _sent_from(batch._replace(shapes=(), dtypes=()), place)
     for pair in mine:
         if pair.sent is not None and not fits(batch, pair, sent[pair.sent]):
-            refuse(batch, pair, [told(x) for x in sent])
+            refuse(batch, pair, [describe(x.dtype, x.shape) for x in sent])
 
 
 @memo("sent from", limit=1024)
@@ -227,11 +227,11 @@ def refuse(batch: Batch, pair: Pair, sent: list[str]) -> NoReturn:
         what = f"rank {sender} sends a {sent[pair.sent or 0]} to rank {receiver}, which does not receive it: it receives from "
     elif pair.sent is None:
         other = [f"{ranks[goal]}" for _, goal in batch.going(pair.sender)]
-        what = f"rank {receiver} expects a {said(batch, pair)} from rank {sender}, which does not send it: it sends to "
+        what = f"rank {receiver} expects a {_expected(batch, pair)} from rank {sender}, which does not send it: it sends to "
     else:
         raise WorldError(
             f"p2p.batch: rank {sender} sends a {sent[pair.sent]} (send {pair.sent}) to rank {receiver}, which expects a "
-            f"{said(batch, pair)} from it (receive {pair.received}); let both say the same"
+            f"{_expected(batch, pair)} from it (receive {pair.received}); let both say the same"
         )
     tail = f"ranks {', '.join(other)}" if other else "nobody"
     raise WorldError(f"p2p.batch: {what}{tail}. Each send needs its receive on the other side, in the same order")
@@ -243,17 +243,11 @@ def fits(batch: Batch, pair: Pair, x: Tensor) -> bool:
     return index is None or (x.dtype == batch.dtypes[index] and tuple(x.shape) == batch.shape(index, pair.receiver))
 
 
-def said(batch: Batch, pair: Pair) -> str:
-    """What a receiver expects."""
+def _expected(batch: Batch, pair: Pair) -> str:
     index = pair.received or 0
-    return f"{name(batch.dtypes[index])}{list(batch.shape(index, pair.receiver))} tensor"
+    return describe(batch.dtypes[index], batch.shape(index, pair.receiver))
 
 
-def name(kind: dtype) -> str:
-    """A dtype in short."""
-    return str(kind).removeprefix("torch.")
-
-
-def told(x: Tensor) -> str:
-    """A tensor in an error."""
-    return f"{name(x.dtype)}{list(x.shape)} tensor"
+def describe(kind: dtype, shape: Sequence[int] | None = None) -> str:
+    """A tensor of that dtype, and shape if it is known, in an error."""
+    return f"{str(kind).removeprefix('torch.')}{'' if shape is None else list(shape)} tensor"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -13,6 +15,10 @@ from .aliases import forget, register
 from .processes import Group, Processes
 
 _make_group: Any = ProcessGroup  # torch's own types do not say that it needs no store
+#: Groups that do nothing, by alias, and how many pretended jobs, perhaps in several threads, use each.
+_stand_ins: dict[str, ProcessGroup] = {}
+_users: Counter[str] = Counter()
+_changing = threading.Lock()
 
 
 class Pretended(Processes):
@@ -21,16 +27,19 @@ class Pretended(Processes):
     def __init__(self, mesh: Mesh, rank: int) -> None:
         super().__init__()
         self._mesh, self._rank = mesh, rank
-        self._stand_ins: dict[str, ProcessGroup] = {}
+        self._aliases: set[str] = set()
 
     def prepare(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
         """The group over `axes` by its name and size; one that does nothing stands in for it where there is none."""
         places = mesh.root.peers(self.place(mesh), axes)
         group = Group(mesh.root.alias(axes), len(places))
-        if group.size > 1 and not is_group(group.alias):
-            made = _make_group(places.index(self.place(mesh)), group.size)
-            self._stand_ins[group.alias] = made  # torch's own table does not keep it
-            register(group.alias, made)
+        with _changing:
+            if group.size > 1 and group.alias not in self._aliases and (group.alias in _stand_ins or not is_group(group.alias)):
+                self._aliases.add(group.alias)
+                _users[group.alias] += 1
+                if group.alias not in _stand_ins:
+                    _stand_ins[group.alias] = _make_group(places.index(self.place(mesh)), group.size)
+                    register(group.alias, _stand_ins[group.alias])
         return group
 
     def ready(self, mesh: Mesh) -> None:
@@ -53,7 +62,11 @@ class Pretended(Processes):
         """Nothing: there is no one to tell."""
 
     def leave(self) -> None:
-        """Forget the stand-ins."""
-        for alias in self._stand_ins:
-            forget(alias)
-        self._stand_ins.clear()
+        """Forget the stand-ins that no other thread uses."""
+        with _changing:
+            for alias in self._aliases:
+                _users[alias] -= 1
+                if not _users[alias]:
+                    forget(alias)
+                    del _stand_ins[alias]
+            self._aliases.clear()

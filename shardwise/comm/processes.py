@@ -371,8 +371,8 @@ class Processes:
         words = [_NAMES.index(name) if name in _NAMES else -1 for name in (fact.dtype, fact.device)]
         row = [*words, int(fact.requires_grad), x.ndim, *x.shape, *(0,) * (_MOST_DIMS - x.ndim)]
         rows = self.all_gather(torch.tensor([row]).to(mesh.device), mesh, mesh.root.axes).tolist()
-        told = [Fact(tuple(shape[:n]), _NAMES[kind], _NAMES[on], bool(grad)) for kind, on, grad, n, *shape in rows]
-        return alike(told, mesh.root)
+        facts = [Fact(tuple(shape[:n]), _NAMES[kind], _NAMES[on], bool(grad)) for kind, on, grad, n, *shape in rows]
+        return alike(facts, mesh.root)
 
     def assume(self, x: Tensor, mesh: Mesh, shape: PerRank) -> None:
         """Note it, unless this line of the program was checked before."""

@@ -24,7 +24,7 @@ from ..errors import MeshError, WorldError
 from ..layouts.layout import PerRank
 from ..layouts.mesh import Mesh, index_of
 from .encoding import combine
-from .messages import Batch, fits, pairs, refuse, told
+from .messages import Batch, describe, fits, pairs, refuse
 from .transport import Assumed, Counts, Fact, alike, check_chunks, check_shards
 
 # ── Bundle ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -124,9 +124,9 @@ def _checked_shards(shards: Any) -> tuple[Tensor, ...]:
     for shard in shards:
         a_tensor(shard, "Bundle: each of shards")
         if isinstance(shard, Bundle) or shard.dtype != first.dtype or shard.device != first.device:
-            told = [f"{type(x).__name__} {x.dtype} on {x.device}" for x in (first, shard)]
+            kinds = [f"{type(x).__name__} {x.dtype} on {x.device}" for x in (first, shard)]
             raise WorldError(
-                f"the shards of a Bundle are plain tensors of one dtype, on one device, got {' and '.join(told)}; convert them"
+                f"the shards of a Bundle are plain tensors of one dtype, on one device, got {' and '.join(kinds)}; convert them"
             )
     return shards
 
@@ -289,7 +289,7 @@ class Simulated:
         for pair in pairs(batch):
             x = None if pair.sent is None else held[pair.sent][pair.sender]
             if x is None or pair.received is None or not fits(batch, pair, x):
-                refuse(batch, pair, [told(shards[pair.sender]) for shards in held])
+                refuse(batch, pair, [describe(x.dtype, x.shape) for x in (shards[pair.sender] for shards in held)])
             out[pair.received][pair.receiver] = x.clone(memory_format=torch.contiguous_format)
         return [Bundle(shards) for shards in out]
 

@@ -22,8 +22,8 @@ Counts = tuple[int, ...] | PerRank
 
 
 class Assumed(NamedTuple):
-    """What a line of the program gave to `from_local` without a check: a tensor of its shape, and the shape it should have on
-    each rank."""
+    """A call of `from_local` that was not checked yet: its line, a tensor of the given shape, and the shape that it should have
+    on each rank."""
 
     line: str
     given: Tensor
@@ -31,8 +31,9 @@ class Assumed(NamedTuple):
 
 
 class Transport(Protocol):
-    """What a world offers. All verbs are collective over the mesh: every rank of it calls them in the same order. A rank that
-    is not in the mesh may call them: it communicates nothing, and its result has the shape of the first place's."""
+    """All communication, and all that depends on the rank. Every method is collective over the mesh: all its ranks call it, in
+    the same order. A rank that is not in the mesh may call it: it communicates nothing, and its result has the shape of the
+    first place's."""
 
     def ready(self, mesh: Mesh) -> None:
         """Make whatever communication on the mesh needs, since a graph from a compile cache runs where nothing was traced."""
@@ -56,8 +57,8 @@ class Transport(Protocol):
         """x is 1-D: `send[i]` elements go to the i-th of the group, `receive[i]` come from it; a 1-D result."""
 
     def exchange(self, sent: Sequence[Tensor], batch: Batch) -> list[Tensor]:
-        """What a rank receives (zeros where nobody sends to it) of tensors that ranks send to one another; tensors may still
-        be on their way, and have to be waited for."""
+        """The tensors that a rank receives in a batch of messages (zeros where nobody sends to it); they may still be on their
+        way, and have to be waited for."""
 
     def broadcast(self, x: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
         """The value of the rank at coordinate `source` of every axis of the mesh, on all ranks along these axes."""
@@ -76,7 +77,7 @@ class Transport(Protocol):
         """A local value that is equal on every rank, as an ordinary tensor; an error on a rank that holds nothing."""
 
     def own(self, x: Tensor, mesh: Mesh, shape: PerRank) -> Tensor:
-        """What a rank made by itself, of the given shape, as a local value; what a rank outside the mesh made is left out."""
+        """A rank's own tensor, of the given shape, as a local value; that of a rank outside the mesh is left out."""
 
     def reseat(self, x: Tensor, have: Mesh, want: Mesh, shape: PerRank) -> Tensor:
         """A local value on the mesh `have` as one on the mesh `want`: a rank in both keeps what it holds, a rank new in `want`
@@ -87,7 +88,7 @@ class Transport(Protocol):
         the mesh, which no one tells. An error where dtypes, devices or requires_grad differ."""
 
     def assume(self, x: Tensor, mesh: Mesh, shape: PerRank) -> None:
-        """Take it that what each rank made by itself has the given shape: checked here where that takes no communication, else
+        """Assume that the local tensor of each rank has the given shape: checked here where that takes no communication, else
         with the next communication on the mesh (`assumed`), once for each line of the program."""
 
     def assumed(self, mesh: Mesh) -> list[Assumed]:
@@ -98,8 +99,8 @@ class Transport(Protocol):
         in debug mode."""
 
     def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
-        """Say that this rank raises an error that may be its own only, so that those that wait for it raise as well; `alone`
-        says that it surely is."""
+        """Report an error that perhaps this rank alone raises, so that ranks that wait for it raise as well; `alone`: surely
+        this rank alone."""
 
 
 # ── what every world checks alike ─────────────────────────────────────────────────────────────────────────────────────
@@ -114,7 +115,7 @@ def check_chunks(rows: int, parts: int, axes: tuple[str, ...]) -> None:
 
 
 class Fact(NamedTuple):
-    """What ranks tell each other of a local tensor."""
+    """The facts of a local tensor in which ranks must agree, and its shape."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -136,11 +137,11 @@ def alike(facts: Sequence[Fact], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     """
     first = facts[0]
     for name in ("number of dims", "dtype", "device", "requires_grad"):
-        told = [len(fact.shape) if name == "number of dims" else getattr(fact, name) for fact in facts]
-        for rank, value in zip(mesh.ranks, told, strict=True):
-            if value != told[0]:
+        values = [len(fact.shape) if name == "number of dims" else getattr(fact, name) for fact in facts]
+        for rank, value in zip(mesh.ranks, values, strict=True):
+            if value != values[0]:
                 raise WorldError(
-                    f"from_local: the local tensors differ in {name}: {told[0]} on rank {mesh.ranks[0]} (shape "
+                    f"from_local: the local tensors differ in {name}: {values[0]} on rank {mesh.ranks[0]} (shape "
                     f"{list(first.shape)}), {value} on rank {rank}; give the same on every rank"
                 )
     return tuple(fact.shape for fact in facts)
@@ -149,9 +150,9 @@ def alike(facts: Sequence[Fact], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
 def check_shards(shapes: Sequence[Sequence[int]], shape: PerRank, mesh: Mesh, line: str = "") -> None:
     """Refuse local tensors whose shapes are not those that were assumed."""
     if any(tuple(have) != tuple(shape.at(place)) for place, have in enumerate(shapes)):
-        told = ", ".join(f"{list(have)} on rank {rank}" for rank, have in zip(mesh.ranks, shapes, strict=True))
+        listed = ", ".join(f"{list(have)} on rank {rank}" for rank, have in zip(mesh.ranks, shapes, strict=True))
         raise LayoutError(
-            f"from_local{line and f' at {line}'}: local tensors are not equal shards, nor those of the given shape: {told}; "
+            f"from_local{line and f' at {line}'}: local tensors are not equal shards, nor those of the given shape: {listed}; "
             "give run_check=True, which asks the ranks for their shapes, or the size of each shard, as in "
             "Shard(0, sizes=(1, 3)), or the shape of the whole (shape=) where they are its chunks"
         )

@@ -112,7 +112,7 @@ def _init(
     optional(a_device, device, "init_mesh: device")
     size = math.prod(axes.values())
     if size > MOST_RANKS:
-        raise MeshError(f"init_mesh({_told(axes)}): a mesh has at most {MOST_RANKS:,} ranks, got {size:,}")
+        raise MeshError(f"init_mesh({_axes_text(axes)}): a mesh has at most {MOST_RANKS:,} ranks, got {size:,}")
     chosen = tuple(range(size)) if ranks is None else integers(ranks, "init_mesh: ranks", 0)
     world, there = _find_world(device, max((size, *(rank + 1 for rank in chosen))))
     _check_fits(axes, chosen, there, world)
@@ -169,7 +169,7 @@ def _check_fits(axes: dict[str, int], ranks: tuple[int, ...], there: int, world:
     outside = [rank for rank in ranks if not 0 <= rank < there]
     if not outside:
         return
-    text = _told(axes)
+    text = _axes_text(axes)
     more = "sw.simulate(n)" if world == "simulated" else "torchrun --nproc-per-node"
     if len(ranks) > there:
         raise MeshError(
@@ -178,7 +178,7 @@ def _check_fits(axes: dict[str, int], ranks: tuple[int, ...], there: int, world:
     raise MeshError(f"mesh ({text}) asks for ranks {shown(outside)}, the world has ranks 0 to {there - 1}; choose from those")
 
 
-def _told(axes: dict[str, int]) -> str:
+def _axes_text(axes: dict[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in axes.items())
 
 

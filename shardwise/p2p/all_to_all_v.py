@@ -1,4 +1,4 @@
-"""`all_to_all_v`: each rank sends so many rows to each of an axis; how many is data, or known beforehand."""
+"""`all_to_all_v`: each rank sends a number of rows, data or known beforehand, to each rank along an axis."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def all_to_all_v(
         )
     if torch.compiler.is_compiling():
         return torch.ops.shardwise.rows_counted(x, going, coming, on, axis, LIBRARY.key())
-    return _swap(x, _Counts(mesh.root, axis, going, _told(going, mesh.root, axis) if coming is None else coming))
+    return _swap(x, _Counts(mesh.root, axis, going, _counts_received(going, mesh.root, axis) if coming is None else coming))
 
 
 def _table(going: Any, size: int) -> list[list[int]]:
@@ -101,7 +101,7 @@ def _known(table: Sequence[Sequence[int]], mesh: Mesh, axis: str) -> _Counts:
     return _Counts(mesh.root, axis, going, coming)
 
 
-def _told(going: Tensor, mesh: Mesh, axis: str) -> Tensor:
+def _counts_received(going: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """How many rows come from each, told by those who send them."""
     ones = (1,) * mesh.size_of(axis)
     return transport(mesh, "p2p").all_to_all(going.to(torch.int64), ones, ones, mesh, (axis,))
@@ -197,7 +197,7 @@ def _known_traced(x: Tensor, table: Sequence[int], mesh: str, axis: str, library
 
 def _counted_traced(x: Tensor, going: Tensor, coming: Tensor | None, mesh: str, axis: str, library: str) -> Tensor:
     on = _of(mesh)
-    return _swap(x, _Counts(on, axis, going, _told(going, on, axis) if coming is None else coming))
+    return _swap(x, _Counts(on, axis, going, _counts_received(going, on, axis) if coming is None else coming))
 
 
 def _rows_now(x: Tensor, going: Tensor, coming: Tensor, mesh: str, axis: str) -> Tensor:

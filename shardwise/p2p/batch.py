@@ -119,9 +119,9 @@ def recv(
     >>> recv((2,), torch.float32, mesh=sw.init_mesh(pp=4), axis="pp", shift=-1).source.route
     'shift -1 wrap pp'
     """
-    told = _peer(source, "p2p.recv: source", along)
+    sender = _peer(source, "p2p.recv: source", along)
     flag(requires_grad, "p2p.recv: requires_grad")
-    return Receive(_shape(shape), a_dtype(dtype, "p2p.recv: dtype"), told, requires_grad)
+    return Receive(_shape(shape), a_dtype(dtype, "p2p.recv: dtype"), sender, requires_grad)
 
 
 def _shape(shape: Any) -> Any:
@@ -137,19 +137,19 @@ def _local(x: Tensor, along: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     return x, along
 
 
-def _peer(told: Any, what: str, along: dict[str, Any]) -> Peer:
-    if told is None:
+def _peer(given: Any, what: str, along: dict[str, Any]) -> Peer:
+    if given is None:
         return peer(**along)
-    if isinstance(told, Peer):
-        return told
+    if isinstance(given, Peer):
+        return given
     mesh = along.get("mesh")
     text = "" if mesh is None else Mesh.from_torch(mesh).write_root()
-    if isinstance(told, Mapping):
-        pairs = [f"{integer(one, what, 0)}>{integer(other, what, 0)}" for one, other in told.items()]
+    if isinstance(given, Mapping):
+        pairs = [f"{integer(one, what, 0)}>{integer(other, what, 0)}" for one, other in given.items()]
         return Peer(text, f"ranks {','.join(pairs)}")
-    if isinstance(told, bool) or not isinstance(told, int):
-        refuse(what, "a rank, a rank for each rank, such as {0: 1}, or what p2p.peer gives", told)
-    return Peer(text, f"rank {integer(told, what, 0)}")
+    if isinstance(given, bool) or not isinstance(given, int):
+        refuse(what, "a rank, a rank for each rank, such as {0: 1}, or what p2p.peer gives", given)
+    return Peer(text, f"rank {integer(given, what, 0)}")
 
 
 def batch(ops: Iterable[Send | Receive]) -> tuple[Tensor, ...]:
@@ -174,7 +174,7 @@ def batch(ops: Iterable[Send | Receive]) -> tuple[Tensor, ...]:
     if any([op.requires_grad for op in receives]) and not any([op.x.requires_grad for op in sends]):
         sends.append(Send(_ANCHOR, Peer(receives[0].source.mesh, _NOBODY)))
     dims, sizes = _sizes([op.shape for op in receives])
-    told = (
+    fields = (
         _mesh_of([op.to for op in sends] + [op.source for op in receives]),
         [op.to.route for op in sends],
         [op.source.route for op in receives],
@@ -184,8 +184,8 @@ def batch(ops: Iterable[Send | Receive]) -> tuple[Tensor, ...]:
     )
     sent = [op.x for op in sends]
     if torch.compiler.is_compiling():
-        return tuple(torch.ops.shardwise.p2p(sent, *told, LIBRARY.key()))[: len(receives)]
-    read = _read(sent, told)
+        return tuple(torch.ops.shardwise.p2p(sent, *fields, LIBRARY.key()))[: len(receives)]
+    read = _read(sent, fields)
     if all(type(x) is Tensor for x in sent):
         check_shapes(read, sent, max(transport(read.mesh).place(read.mesh), 0))
     return tuple(exchange(sent, read))
@@ -235,9 +235,9 @@ def _sizes(shapes: Sequence[Any]) -> tuple[list[int], list[int]]:
 # ── a batch, read ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _read(sent: Sequence[Tensor], told: Sequence[Any]) -> Batch:
+def _read(sent: Sequence[Tensor], fields: Sequence[Any]) -> Batch:
     """A batch from the arguments of the operators below, after the sent tensors."""
-    mesh, goals, sources, dtypes, dims, sizes = told
+    mesh, goals, sources, dtypes, dims, sizes = fields
     on = seen(Mesh.read(mesh)) if mesh else _whole_job(sent)
     shapes: list[Shape] = []
     rest = list(sizes)
@@ -360,9 +360,9 @@ torch.library.define("shardwise::p2p", f"({_ARGUMENTS}, str library) -> Tensor[]
 torch.library.define("shardwise::messages", f"({_ARGUMENTS}) -> Tensor[]")
 
 
-def _composed(sent: list[Tensor], *told: Any) -> list[Tensor]:
+def _composed(sent: list[Tensor], *fields: Any) -> list[Tensor]:
     """A batch in a function of the user's: made of the operators below, forward and backward, when it is traced further."""
-    batch = _read(sent, told[:-1])
+    batch = _read(sent, fields[:-1])
     transport(batch.mesh).ready(batch.mesh)
     return exchange(sent, batch) or [torch.empty(0, device=batch.mesh.device)]
 
@@ -387,14 +387,14 @@ def _leave(sent: Sequence[Tensor], messages: Batch) -> list[Tensor]:
     return torch.ops.shardwise.messages(list(sent), *words)
 
 
-def _begin(sent: list[Tensor], *told: Any) -> list[Tensor]:
-    batch = _read(sent, told)
+def _begin(sent: list[Tensor], *fields: Any) -> list[Tensor]:
+    batch = _read(sent, fields)
     # A batch that only sends gives something to wait for, so that no compiler leaves it out.
     return transport(batch.mesh).exchange(sent, batch) or [torch.empty(0, device=batch.mesh.device)]
 
 
-def _begin_fake(sent: list[Tensor], *told: Any) -> list[Tensor]:
-    batch = _read(sent, told)
+def _begin_fake(sent: list[Tensor], *fields: Any) -> list[Tensor]:
+    batch = _read(sent, fields)
     like = [(batch.shape(index, 0), kind) for index, kind in enumerate(batch.dtypes)]
     made = [torch.empty(shape, dtype=kind, device=batch.mesh.device) for shape, kind in like]
     return made or [torch.empty(0, device=batch.mesh.device)]

@@ -98,10 +98,10 @@ def halo_exchange(  # noqa: PLR0913  as many facts as a halo has
     if isinstance(x, DTensor) and not torch.compiler.is_compiling():
         _check_rows(min(map(x._layout.local_shape, range(len(x.mesh.ranks))), key=lambda s: s[dim])[dim], dim, before, after)
     x, mesh = local_of(x, mesh, "halo_exchange: x")
-    told = (mesh.write_root(), mesh.named(axis), dim, before, after, wrap)
+    facts = (mesh.write_root(), mesh.named(axis), dim, before, after, wrap)
     if torch.compiler.is_compiling():
-        return torch.ops.shardwise.halo(x, *told, LIBRARY.key())
-    return _halo(x, _HaloRows(*told))
+        return torch.ops.shardwise.halo(x, *facts, LIBRARY.key())
+    return _halo(x, _HaloRows(*facts))
 
 
 class _HaloRows(NamedTuple):
@@ -183,8 +183,8 @@ torch.library.define(
 )
 
 
-def _halo_traced(x: Tensor, *told: Any) -> Tensor:
-    how = _HaloRows(*told[:-1])
+def _halo_traced(x: Tensor, *facts: Any) -> Tensor:
+    how = _HaloRows(*facts[:-1])
     mesh = seen(Mesh.read(how.mesh))
     transport(mesh).ready(mesh)
     return _halo(x, how._replace(mesh=mesh.text))

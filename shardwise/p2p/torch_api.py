@@ -1,4 +1,4 @@
-"""`batch_isend_irecv`, `P2POp`: torch's batch of sends and receives, with the same arguments, as tensors that trace."""
+"""`batch_isend_irecv`, `P2POp`: torch's batch of sends and receives, with its arguments, as a function that traces."""
 
 from __future__ import annotations
 

@@ -74,10 +74,10 @@ class Communication(NamedTuple):
         """What this rank gives, as text."""
         if self.kind == "shapes":
             return DTYPES.get(self.tensors[0].dtype, str(self.tensors[0].dtype))
-        return "" if self.send is not None else " and ".join(shown(x.shape, x.dtype) for x in self.tensors)
+        return "" if self.send is not None else " and ".join(describe_tensor(x.shape, x.dtype) for x in self.tensors)
 
 
-def shown(shape: Sequence[int], dtype: torch.dtype) -> str:
+def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
     """A tensor as `f32[4, 2]`."""
     return f"{DTYPES.get(dtype, str(dtype))}[{', '.join(map(str, shape))}]"
 

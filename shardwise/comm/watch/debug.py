@@ -17,7 +17,7 @@ from torch import Tensor
 from ...errors import MismatchError, ShardwiseError
 from ...layouts.mesh import Mesh
 from ..source_lines import caller, callers
-from .communication import Communication, Content, shown
+from .communication import Communication, Content, describe_tensor
 from .log import watching
 from .meeting import Intent, Session
 
@@ -65,7 +65,7 @@ def digest(x: Tensor) -> str:
     (True, False)
     """
     data = x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
-    return f"{shown(x.shape, x.dtype)} with digest {hashlib.blake2b(data, digest_size=6).hexdigest()}"
+    return f"{describe_tensor(x.shape, x.dtype)} with digest {hashlib.blake2b(data, digest_size=6).hexdigest()}"
 
 
 @contextlib.contextmanager
@@ -137,7 +137,7 @@ def _intent(communication: Communication) -> Intent:
 
 def _texts(messages: Mapping[int, Sequence[Content]]) -> dict[str, list[str]]:
     """Messages by rank, as an intent holds them."""
-    return {str(rank): [shown(*content) for content in several] for rank, several in messages.items() if several}
+    return {str(rank): [describe_tensor(*content) for content in several] for rank, several in messages.items() if several}
 
 
 def _lines() -> tuple[str, str]:

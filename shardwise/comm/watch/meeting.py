@@ -70,9 +70,9 @@ class Intent(NamedTuple):
         words = [self.kind, self.value and f"of {self.value}", self.operator and f"for {self.operator}"]
         words += [self.group and f"over {self.group}", self.line and f"at {self.line}", self.path]
         words += [self.fact and f"({self.fact})"]
-        told = [f"{' and '.join(messages)} to rank {rank}" for rank, messages in self.send.items()]
-        told += [f"{' and '.join(messages)} from rank {rank}" for rank, messages in self.receive.items()]
-        return " ".join(filter(None, words)) + (": " + ", ".join(told) if told else "")
+        sent = [f"{' and '.join(messages)} to rank {rank}" for rank, messages in self.send.items()]
+        sent += [f"{' and '.join(messages)} from rank {rank}" for rank, messages in self.receive.items()]
+        return " ".join(filter(None, words)) + (": " + ", ".join(sent) if sent else "")
 
     def _only(self, rank: int) -> Intent:
         """The intent as far as it is about messages from and to one rank."""
@@ -248,9 +248,9 @@ class Session:
         self._step += 1
         standing = Standing(self._step, intent, self._came, [[name, self._came[name]] for name in names])
         keys = {f"{name}/{number}/{rank}": rank for name, number in standing.last for rank in _members(name)}
-        told = {key: json.dumps(intent) for key, rank in keys.items() if rank == self.rank}
-        told[f"at/{self.rank}"] = standing.written()
-        self._store.multi_set(list(told), list(told.values()))
+        left = {key: json.dumps(intent) for key, rank in keys.items() if rank == self.rank}
+        left[f"at/{self.rank}"] = standing.written()
+        self._store.multi_set(list(left), list(left.values()))
         try:
             why = self._wait(keys, standing)
         except BaseException as error:
@@ -259,10 +259,10 @@ class Session:
         words = {self._word(name, number, "stop" if why else "go") for name, number in standing.last}
         if words != {"go"}:
             raise MismatchError(why or self.failure())
-        left = dict(zip(keys, self._store.multi_get(list(keys)), strict=True))
+        every = dict(zip(keys, self._store.multi_get(list(keys)), strict=True))
         self._forget(standing)
         named = [(name, f"{name}/{number}") for name, number in standing.last]
-        return [{rank: Intent(*json.loads(left[f"{key}/{rank}"])) for rank in _members(name)} for name, key in named]
+        return [{rank: Intent(*json.loads(every[f"{key}/{rank}"])) for rank in _members(name)} for name, key in named]
 
     def _word(self, name: str, number: int, word: str) -> str:
         """The first word about a meeting: go or stop."""

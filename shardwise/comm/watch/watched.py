@@ -1,6 +1,7 @@
-"""`trace_comm`, `debug_mode`, and `Watched`: the one transport around another that tells both of every communication.
+"""`trace_comm`, `debug_mode`, and `Watched`: the one transport around another that reports every communication to both.
 
-Reads what is asked of the transport, or by compiled programs of process groups. Changes nothing of what is communicated.
+Reads calls of the transport, and the calls of process groups that compiled programs make. Changes nothing of what is
+communicated.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ...base.argument_checks import flag, number, optional
 from ...layouts.mesh import Mesh, group_named
 from ..aliases import listening
 from ..delivery import arrived
-from ..listener import asked, expected
+from ..listener import expected, through_transport
 from ..transport import Transport
 from .communication import COMMUNICATIONS, Communication, rows_for_each
 from .debug import compare_fact, compared, current_session, finish
@@ -81,7 +82,7 @@ def debug_mode(timeout: float | None = None, lines: bool = True) -> Iterator[Non
 def _around(communication: Communication, session: Session | None) -> Iterator[None]:
     """Around a communication: it is written into the active logs and, with a session of debug mode, compared first."""
     record(communication)
-    with contextlib.nullcontext() if session is None else compared(session, communication), asked.set(True):
+    with contextlib.nullcontext() if session is None else compared(session, communication), through_transport.set(True):
         yield
 
 
