@@ -15,6 +15,7 @@ from torch import Tensor
 from ...layouts.dtypes import DTYPES
 from ...layouts.layout import PerRank
 from ...layouts.mesh import Mesh
+from ...planning.cost import received
 from ..messages import Batch
 from ..simulated import Bundle
 from ..transport import Counts
@@ -23,15 +24,6 @@ from ..transport import Counts
 Content = tuple[Sequence[int], torch.dtype]
 #: For a place of the mesh: the messages that it sends to, or receives from, each other place, in order.
 Messages = Callable[[int], Mapping[int, Sequence[Content]]]
-
-#: Bytes that one rank of a group of `n` receives when each holds `size` bytes, by a good algorithm.
-_RECEIVED: dict[str, Callable[[int, int], int]] = {
-    "all_reduce": lambda size, n: 2 * size * (n - 1) // n,
-    "all_gather": lambda size, n: size * (n - 1),
-    "reduce_scatter": lambda size, n: size * (n - 1) // n,
-    "broadcast": lambda size, n: size,
-    "shapes": lambda size, n: size * (n - 1),
-}
 
 
 class Communication(NamedTuple):
@@ -61,8 +53,11 @@ class Communication(NamedTuple):
         """The bytes that the worst rank receives from others; -1 where no rank does."""
         if self.receive is not None:
             return max(_from_others(self.receive(place), place) for place in self.places)
-        ranks = len(self.mesh.peers(0, self.axes))
-        return _RECEIVED[self.kind](sum(map(self._size, self.tensors)), ranks) if ranks > 1 else -1
+        ranks, size = len(self.mesh.peers(0, self.axes)), sum(map(self._size, self.tensors))
+        if ranks == 1:
+            return -1
+        kind = "all_gather" if self.kind == "shapes" else self.kind
+        return size if kind == "broadcast" else int(received(kind, size, ranks))
 
     def _size(self, x: Tensor) -> int:
         """The bytes of the largest shard; where ranks tell their shapes, those of a shape."""
