@@ -129,3 +129,8 @@ def test_paths_are_short() -> None:
             made.add(following)
         assert steps[-1] == e
     assert [len(module.path(e, torch.int64)) - 1 for e in (2, 3, 15, 31, 63)] == [1, 2, 5, 7, 8]
+
+
+def test_the_file_of_the_gpu_kernels_is_found() -> None:
+    kernels = module.triton_kernels()
+    assert kernels is None or kernels.AVAILABLE

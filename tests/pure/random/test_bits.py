@@ -15,7 +15,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.random.bits import DIGITS, Draw, Spans, bits, fill, index, recipe
 from shardwise.random.curves import LEAST, MOST, Curve, evaluate, exponential, normal, table
-from shardwise.random.keys import next_key
+from shardwise.random.keys import next_key, triton_kernels
 
 COUNT = 10_000_000
 LINE = Spans((0,), (COUNT,), (1,))
@@ -220,3 +220,8 @@ def test_what_cannot_be_drawn_is_refused(draw: Draw, text: str) -> None:
 def test_floats_are_not_drawn_as_integers() -> None:
     with pytest.raises(sw.OperatorError, match=r"normal numbers of torch.int64: they are floats"):
         recipe(Draw("normal", (0.0, 1.0)), torch.int64)
+
+
+def test_the_file_of_the_gpu_kernels_is_found() -> None:
+    module = triton_kernels()
+    assert module is None or module.AVAILABLE
