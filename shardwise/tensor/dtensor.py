@@ -37,6 +37,9 @@ from .placements_given import check_how, local_layout, target
 from .toolbox import Toolbox
 from .wrapping import copied_view, maker, wrap
 
+#: torch's own attribute, which the class below puts a property in front of.
+_requires_grad: Any = torch.Tensor.requires_grad
+
 
 @untraced
 class DTensor(torch.Tensor):
@@ -215,7 +218,7 @@ class DTensor(torch.Tensor):
     @property
     def requires_grad(self) -> bool:
         """Whether gradients are wanted. The gradient of a leaf arrives in the leaf's layout, reduced once."""
-        return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
+        return _requires_grad.__get__(self)
 
     @requires_grad.setter
     def requires_grad(self, wanted: bool) -> None:
@@ -461,7 +464,7 @@ teach_state_dicts(DTensor, DTensor.full_tensor, lambda x: x.detach().clone())
 
 
 @memo("gradients", limit=4096)
-def _as_cut(grad: Layout, layout: Layout) -> Layout:
+def _placed_as(grad: Layout, layout: Layout) -> Layout:
     return layout.replace(stride=grad.stride, dtype=grad.dtype)
 
 
@@ -474,7 +477,7 @@ def align_grad(grad: Any, layout: Layout) -> Any:
         if is_batched(grad):  # many gradients at once: they go where they are asked for, not into a leaf
             return grad
         return Toolbox(DTensor).distribute(grad.detach(), layout.replace(dtype=grad.dtype))
-    target = _as_cut(grad._layout, layout)
+    target = _placed_as(grad._layout, layout)
     if grad._layout is target or grad.requires_grad:
         return grad.redistribute(placements=target)
     return wrap(DTensor, move(grad._local, grad._layout, target, "gradient"), target)

@@ -19,6 +19,9 @@ from ..random.keys import next_key
 from ..redistribution.run import move
 from .wrapping import local_on, wrap
 
+#: torch's own attribute, which DTensor puts a property in front of.
+_data: Any = torch.Tensor.data
+
 
 def key_on(mesh: Mesh, generator: Generator | None = None) -> tuple[int, int]:
     """The keys of one random call on a mesh, whose ranks compare, when torch was seeded, what these are made of."""
@@ -85,7 +88,7 @@ class Toolbox:
 
     def become(self, x: Any, value: Any) -> None:
         """Make `x` show the data of another DTensor, and its shape and layout, in place."""
-        torch.Tensor.data.__set__(x, value)  # type: ignore[attr-defined]  # the sizes that the wrapper itself shows
+        _data.__set__(x, value)  # the sizes that the wrapper itself shows
         x._local, x._layout = value._local, value._layout
 
     def key(self, mesh: Mesh, generator: Generator | None = None) -> tuple[int, int]:
