@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import importlib
+import itertools
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, TypeVar
@@ -19,10 +21,12 @@ import torch._guards
 from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._opaque_base import OpaqueBaseMeta as OpaqueBaseMeta
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..errors import OperatorError
-from .tensors import below_autograd
+from ..errors import OperatorError, RematError
+from .tensors import alias, below_autograd
 
 _frames: Any = torch._C._dynamo.eval_frame
 _What = TypeVar("_What")
@@ -42,6 +46,34 @@ def _functions(cls: Any) -> list[Any]:
     """The functions that a class is written with: methods of all kinds, and those of its properties."""
     parts = [(value, *(getattr(value, name, None) for name in ("__func__", "fget", "fset"))) for value in vars(cls).values()]
     return [part for several in parts for part in several if isinstance(part, FunctionType)]
+
+
+def constant_result(function: _What) -> _What:
+    """A function that Dynamo calls while it traces, for its result: `torch.compiler.assume_constant_result`, which imports the
+    compiler."""
+    marked: Any = function
+    marked._dynamo_marked_constant = True
+    return function
+
+
+class OldestFirst:
+    """While one lives, Dynamo takes the oldest of several compiled programs that fit, not the last used: a call that is made a
+    second time then takes the program that the first one took."""
+
+    _count = 0
+    _counting = threading.RLock()
+
+    def __init__(self) -> None:
+        self._add(1)
+
+    def __del__(self) -> None:
+        self._add(-1)
+
+    @classmethod
+    def _add(cls, change: int) -> None:
+        with cls._counting:
+            cls._count += change
+            _frames._set_lru_cache(not cls._count)
 
 
 class NotTraced(OperatorError, UnsupportedOperatorException):
@@ -73,8 +105,6 @@ keep_alive: Any = torch.fx.node.has_side_effect
 #: Whether torch asks tensors of a class like ours what a key of its cache of compiled programs should say of them. Where it
 #: does not, the cache is off: a key without the library's own would outlive it.
 HAS_KEYS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-if not HAS_KEYS:
-    importlib.import_module("torch._functorch.config").enable_autograd_cache = False  # type: ignore[attr-defined]
 
 #: The module that, while it traces a function of the user's, reads attributes of tensors on the user's behalf.
 READS_ATTRIBUTES = "torch._dynamo.variables.tensor"
@@ -84,19 +114,6 @@ LOOKS_FOR_VIEWS = "torch._functorch._aot_autograd.collect_metadata_analysis"
 
 #: The trace that is going on, if any: torch keeps it from the first operator to the compiled backward.
 tracing_context: Any = torch._guards.TracingContext.try_get
-
-
-@functools.cache
-def veto_cache(refused: Callable[[], bool]) -> None:
-    """From now on torch's cache of compiled programs keeps none for which `refused()`. Its key is made before a program is
-    traced, and nothing else can tell it that the trace found something that the key does not say."""
-    cache = importlib.import_module("torch._functorch._aot_autograd.autograd_cache").AOTAutogradCache
-    save = cache.save
-
-    def save_unless_refused(*args: Any, **kwargs: Any) -> Any:
-        return None if refused() else save(*args, **kwargs)
-
-    cache.save = staticmethod(save_unless_refused)
 
 
 def constant_type(cls: type) -> None:
@@ -216,8 +233,8 @@ def local_graphs(
 
     def compiler(part: str) -> Any:
         def made(graph: Any, _: Any) -> Any:
-            function = build(part, graph)
-            function._boxed_call = True  # type: ignore[attr-defined]  # takes one list, which it empties
+            function: Any = build(part, graph)
+            function._boxed_call = True  # takes one list, which it empties
             return function
 
         return made
@@ -283,3 +300,85 @@ def inductor_pass(run: Callable[[Any, dict[Any, Any]], object], key: str) -> Any
         run(graph, table())
 
     return type("Passes", (base,), {"__call__": call, "uuid": lambda self: key, "__repr__": lambda self: f"Passes({key!r})"})()
+
+
+# ── what a trace knows of the program it makes ──
+
+
+def optimizer_hooks(optimizer: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """The hooks before and after a step of an optimizer, those of all optimizers among them, in the order of their calls."""
+    before = _global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()
+    return before, (optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values())
+
+
+@constant_result
+def has_traced_backward() -> bool:
+    """Whether the graph that Dynamo is making now has a backward in it that used up the graph of gradients."""
+    module = sys.modules.get("torch._dynamo.symbolic_convert")
+    try:
+        return module is not None and hasattr(module.InstructionTranslator.current_tx().output, "shardwise")
+    except AttributeError:  # nothing is being traced
+        return False
+
+
+def has_backward_inside() -> bool:
+    """Whether the program that is traced now asks for gradients itself, so that no backward of its own is made of it."""
+    return getattr(tracing_context(), "shardwise_backward", False)
+
+
+@contextlib.contextmanager
+def saved_hooks() -> Iterator[None]:
+    """In the block autograd calls hooks on saved tensors, also while AOTAutograd traces: it does not by itself."""
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
+
+
+def traced_graph() -> Any:
+    """The graph that an operator called now becomes a part of, if any."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return None if mode is None else mode.tracer.graph
+
+
+def is_joint(graph: Any) -> bool:
+    """Whether a graph that is being traced will be parted into forward and backward: it takes gradients then, by this name."""
+    places = itertools.takewhile(lambda node: node.op == "placeholder", () if graph is None else graph.nodes)
+    return any("tangents" in str(node.target) for node in places)
+
+
+def snapshot(value: Any) -> Callable[[], Any]:
+    """What gives the same tensors again, detached, as they are now. A trace turns writes into new values, and has the old;
+    elsewhere what has been written to is gone."""
+    if isinstance(value, list | tuple):
+        parts = [snapshot(item) for item in value]
+        return lambda: type(value)(part() for part in parts)
+    if not isinstance(value, torch.Tensor):
+        return lambda: value
+    if is_traceable_wrapper_subclass(value):
+        names, context = value.__tensor_flatten__()
+        inner = {name: snapshot(getattr(value, name)) for name in names}
+        rebuild, size, stride = type(value).__tensor_unflatten__, value.shape, value.stride()
+        return lambda: rebuild({name: again() for name, again in inner.items()}, context, size, stride)
+    functional = importlib.import_module("torch._subclasses.functional_tensor").FunctionalTensor
+    if isinstance(value, functional):
+        held = value.from_functional()
+        return lambda: functional.to_functional(held)
+    version, kept = value._version, alias(value)
+
+    def unchanged() -> torch.Tensor:
+        if kept._version != version:
+            raise RematError(_WRITTEN.format(list(kept.shape), str(kept.dtype).removeprefix("torch.")))
+        return kept.detach()
+
+    return unchanged
+
+
+_WRITTEN = (
+    "a block of remat keeps {1}{0} for its backward, and writes to it later; write to a clone of it, or do not keep it (save=)"
+)
+
+
+#: The module that looks through the inputs of branches and loops (`torch.cond` and its like) for what they share.
+TAKES_BRANCHES = "torch._higher_order_ops.utils"

@@ -16,9 +16,7 @@ import torch
 import torch._decomp  # the table of decompositions is filled on import
 import torch._meta_registrations  # Python meta kernels give output shapes of many operators
 import torch.distributed._functional_collectives  # gives the collective operators their fake kernels, for tracing
-from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
-from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -71,7 +69,7 @@ def knows_conjugates() -> Iterator[None]:
 
 
 #: Whether two tensors share memory, also of those that have none of their own while a program is traced.
-is_alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+is_alias: Any = vars(torch._C)["_is_alias_of"]
 
 
 def context_of_backward() -> contextvars.Context | None:
@@ -91,14 +89,6 @@ no_dispatch: Any = torch._C._DisableTorchDispatch
 
 #: The compiled function under an overload: calling it saves a Python frame.
 raw_call: Any = attrgetter("_op")
-
-
-def foreach_type(cls: type) -> None:
-    """Let optimizers and clipping work on lists of tensors of a class at once: they look for it in tables of their own."""
-    for module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
-        known = importlib.import_module(module)._foreach_supported_types
-        if cls not in known:
-            known.append(cls)
 
 
 def is_batched(x: torch.Tensor) -> bool:
@@ -127,16 +117,16 @@ class _Reached(Exception):
     """Carries the operator that a probe met, and with which arguments."""
 
 
+def _stop(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    raise _Reached(func, _by_id(args), _by_id(kwargs or {}))
+
+
 class _Probe(torch.Tensor):
     """Stops at the first operator it meets, and tells which. (A dispatch mode could, but imports the compiler: two seconds.)"""
 
     __torch_function__ = no_torch_function
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks `func`
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise _Reached(func, _by_id(args), _by_id(kwargs or {}))
+    __torch_dispatch__: Any = classmethod(lambda cls, *call: _stop(*call))
 
 
 def _by_id(value: Any) -> Any:
@@ -206,3 +196,15 @@ base_of: Any = torch.Tensor._base
 def no_modes() -> Any:
     """In the block no tracer sees what is done: what a decision finds out about shapes is no part of a traced program."""
     return torch.utils._python_dispatch._disable_current_modes()
+
+
+def reader(name: str) -> Callable[[Any], Any]:
+    """A method of tensors that gives a number, also inside `torch.tensor([…])`, which keeps operators from tensors of Python
+    classes while it reads its list: it would read memory that they do not have."""
+    read = getattr(torch.Tensor, name)
+
+    def method(self: Any) -> Any:
+        with excludes(torch._C.DispatchKey.Python, False), excludes(torch._C.DispatchKey.PythonTLSSnapshot, False):
+            return read(self)
+
+    return method

@@ -27,6 +27,9 @@ from ..errors import ArgumentError, MissingFileError
 Value = TypeVar("Value")
 #: Characters of a value that an error shows.
 _SHOWN = 60
+#: Symbols of a trace stand for the values that they will have.
+_SYMBOLS: Any = (SymInt, SymFloat)
+_FLAGS: Any = (bool, SymBool)
 
 
 def refuse(what: str, allowed: str, value: object) -> NoReturn:
@@ -68,9 +71,10 @@ def optional(check: Callable[..., Value], value: Any, *rest: Any) -> Value | Non
 
 def instance(value: Any, kind: type[Value] | tuple[type, ...], what: str, allowed: str) -> Value:
     """The value, if it is of a class."""
-    if not isinstance(value, kind):
+    kinds: Any = kind
+    if not isinstance(value, kinds):
         refuse(what, allowed, value)
-    return value  # type: ignore[return-value]
+    return value
 
 
 # ── numbers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -78,8 +82,8 @@ def instance(value: Any, kind: type[Value] | tuple[type, ...], what: str, allowe
 
 def integer(value: Any, what: str, least: int | None = None, most: int | None = None) -> int:
     """An integer within bounds; truth values and tensors are none."""
-    if isinstance(value, SymInt):
-        return value  # type: ignore[return-value]
+    if isinstance(value, _SYMBOLS):
+        return value
     if type(value) is not int:
         if isinstance(value, bool | Tensor) or not hasattr(value, "__index__") or isinstance(value, type):
             refuse(what, _within("an integer", least, most), value)
@@ -91,8 +95,8 @@ def integer(value: Any, what: str, least: int | None = None, most: int | None = 
 
 def number(value: Any, what: str, above: float | None = None, least: float | None = None, most: float = math.inf) -> float:
     """A number, which is not NaN, within bounds."""
-    if isinstance(value, SymInt | SymFloat):
-        return value  # type: ignore[return-value]
+    if isinstance(value, _SYMBOLS):
+        return value
     bound = f" above {above:g}" if above is not None else f" of at least {least:g}" if least is not None else ""
     bound += f" up to {most:g}" if most < math.inf else ""
     known = isinstance(value, int | float) and not isinstance(value, bool)
@@ -109,9 +113,9 @@ def number(value: Any, what: str, above: float | None = None, least: float | Non
 
 def flag(value: Any, what: str) -> bool:
     """True or False."""
-    if not isinstance(value, bool | SymBool):
+    if not isinstance(value, _FLAGS):
         refuse(what, "True or False", value)
-    return value  # type: ignore[return-value]
+    return value
 
 
 def _within(kind: str, least: int | None, most: int | None) -> str:

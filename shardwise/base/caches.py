@@ -13,7 +13,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from .argument_checks import choice
@@ -101,6 +102,7 @@ def memo(name: str, limit: int) -> Callable[[Function], Function]:
     def wrap(function: Function) -> Function:
         cache = new_cache(name, limit)
 
+        @wraps(function)
         def remembered(*args: Any) -> Any:
             try:
                 found = cache.entries.get(args, cache)
@@ -112,13 +114,7 @@ def memo(name: str, limit: int) -> Callable[[Function], Function]:
                 cache.hits += 1
             return found
 
-        remembered.__doc__, remembered.__name__, remembered.__module__ = (
-            function.__doc__,
-            function.__name__,
-            function.__module__,
-        )
-        remembered.__wrapped__ = function  # type: ignore[attr-defined]
-        return remembered  # type: ignore[return-value]
+        return cast(Function, remembered)
 
     return wrap
 

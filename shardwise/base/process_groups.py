@@ -33,11 +33,11 @@ def group_over(ranks: Ranks, needed_by: Any) -> Any:
     if ranks == tuple(range(dist.get_world_size())):
         return job
     with _joining:
-        held = _jobs.get(job) or _jobs.setdefault(job, Held())
+        held = _jobs.get(job) or _jobs.setdefault(job, _JobGroups())
     return held.over(ranks, needed_by)
 
 
-class _Group:
+class _SharedGroup:
     """A process group, None while it is made or freed, and who needs it."""
 
     __slots__ = ("needed_by", "process")
@@ -47,11 +47,11 @@ class _Group:
         self.needed_by: WeakSet[Any] = WeakSet([needed_by])
 
 
-class Held:
+class _JobGroups:
     """The groups that this rank has made in one job, and how often."""
 
     def __init__(self) -> None:
-        self._groups: dict[Ranks, _Group] = {}
+        self._groups: dict[Ranks, _SharedGroup] = {}
         self._made: Counter[Ranks] = Counter()
         self._limit = FEW
         self._changing = threading.Condition()
@@ -65,7 +65,7 @@ class Held:
             if group is not None:
                 group.needed_by.add(needed_by)
                 return group.process
-            group = self._groups[ranks] = _Group(needed_by)
+            group = self._groups[ranks] = _SharedGroup(needed_by)
             self._made[ranks] += 1
         try:
             self._free_others(ranks)
@@ -123,11 +123,11 @@ class Held:
         return [each for each in spare if all(each in told[rank] for rank in each)]
 
 
-def _is_spare(group: _Group) -> bool:
+def _is_spare(group: _SharedGroup) -> bool:
     return group.process is not None and not len(group.needed_by)
 
 
-_jobs: WeakKeyDictionary[Any, Held] = WeakKeyDictionary()
+_jobs: WeakKeyDictionary[Any, _JobGroups] = WeakKeyDictionary()
 _joining = threading.Lock()
 
 

@@ -25,22 +25,22 @@ _PACKAGE = __name__.partition(".")[0]
 _MANAGERS = frozenset(("contextlib", "_pytest.fixtures"))
 
 
-class Block(Generic[T]):
+class _Entered(Generic[T]):
     """A value that is set, as long as `active`. `before` was set in the same context before it."""
 
     __slots__ = ("active", "before", "frame", "in_generator", "of_main", "value", "within")
 
     def __init__(self, value: T, frame: FrameType | None) -> None:
         self.value, self.active = value, True
-        self.before: Block[T] | None = None
+        self.before: _Entered[T] | None = None
         #: the generator's block around this one
-        self.within: Block[T] | None = None
+        self.within: _Entered[T] | None = None
         #: that of a generator or a coroutine, which may be suspended inside the block
         self.frame = frame
         self.in_generator = frame is not None and bool(frame.f_code.co_flags & _GENERATOR)
         self.of_main = threading.current_thread() is threading.main_thread()
 
-    def is_around(self, other: Block[T] | None) -> bool:
+    def is_around(self, other: _Entered[T] | None) -> bool:
         """Whether another block was entered inside of this one, which is a generator's."""
         while other is not None and other.within is not self:
             other = other.within
@@ -65,8 +65,8 @@ class Setting(Generic[T]):
 
     def __init__(self, name: str, default: T, reaches_threads: bool = False) -> None:
         self._default, self._reaches_threads = default, reaches_threads
-        self._variable: ContextVar[Block[T] | None] = ContextVar(f"shardwise.{name}", default=None)
-        self._active: dict[Block[T], None] = {}  # of all threads, in the order in which they were entered
+        self._variable: ContextVar[_Entered[T] | None] = ContextVar(f"shardwise.{name}", default=None)
+        self._active: dict[_Entered[T], None] = {}  # of all threads, in the order in which they were entered
 
     def get(self) -> T:
         """The value now."""
@@ -85,9 +85,9 @@ class Setting(Generic[T]):
         finally:
             self._leave(block)
 
-    def enter(self, value: T, frame: FrameType) -> Block[T]:
+    def enter(self, value: T, frame: FrameType) -> _Entered[T]:
         """Set the value from here on, for a block that code in that frame enters: for objects that are blocks themselves."""
-        block = Block(value, _suspendable(frame) if self._reaches_threads else None)
+        block = _Entered(value, _suspendable(frame) if self._reaches_threads else None)
         block.before, block.within = _still_active(self._variable.get()), self._of_generator()
         if self._reaches_threads:
             self._active[block] = None
@@ -106,13 +106,13 @@ class Setting(Generic[T]):
         if found is not None:
             self._leave(found)
 
-    def _leave(self, block: Block[T]) -> None:
+    def _leave(self, block: _Entered[T]) -> None:
         block.active, block.frame = False, None  # for all contexts: not every one that holds it can be reached from here
         self._active.pop(block, None)
         if self._variable.get() is block:
             self._variable.set(_still_active(block.before))
 
-    def _innermost(self, block: Block[T] | None) -> Block[T] | None:
+    def _innermost(self, block: _Entered[T] | None) -> _Entered[T] | None:
         own, generator = _still_active(block), self._of_generator()
         if generator is not None and not generator.is_around(own):
             return generator
@@ -121,7 +121,7 @@ class Setting(Generic[T]):
             own = _still_active(None if caller is None else caller.get(self._variable)) or self._of_others()
         return own
 
-    def _of_generator(self) -> Block[T] | None:
+    def _of_generator(self) -> _Entered[T] | None:
         """The block of the innermost generator that is running in this thread and has one."""
         frames = {block.frame: block for block in list(self._active) if block.in_generator and block.active}
         frame: FrameType | None = sys._getframe(1) if frames else None
@@ -129,7 +129,7 @@ class Setting(Generic[T]):
             frame = frame.f_back
         return None if frame is None else frames[frame]
 
-    def _of_others(self) -> Block[T] | None:
+    def _of_others(self) -> _Entered[T] | None:
         """The last block that the main thread is in; in a thread of autograd of which torch does not say whom it works for (in
         a backward inside a backward), that any thread is in."""
         for block in reversed(list(self._active)):
@@ -140,7 +140,7 @@ class Setting(Generic[T]):
         return None
 
 
-def _still_active(block: Block[T] | None) -> Block[T] | None:
+def _still_active(block: _Entered[T] | None) -> _Entered[T] | None:
     """A block, or the last one before it that has not been left."""
     while block is not None and not block.active:
         block = block.before

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._torch.compiler import tracing_context, veto_cache
+from .._torch.compiler import tracing_context
+from .._torch.patches import install_patches
+from .._torch.replacements import HOOKS
 from .._torch.tensors import tree_leaves
 from ..base.settings import Setting
 from ..errors import CompileError
@@ -33,6 +35,7 @@ def current() -> Trace | None:
     if context is None:
         return None
     if not hasattr(context, "shardwise"):
+        install_patches("tracing")
         context.shardwise = Trace()
     return context.shardwise
 
@@ -52,7 +55,6 @@ def mark_specific(because: Any) -> None:
         refuse_unequal(because)
     if trace is not None and not trace.specific:
         trace.specific = True
-        veto_cache(_is_misleading)
 
 
 def refuse_unequal(because: Any) -> None:
@@ -75,3 +77,6 @@ def _is_misleading() -> bool:
     """Whether a cache would give the traced program to other ranks, which it does not fit."""
     trace = current()
     return trace is not None and trace.specific and not trace.keyed
+
+
+HOOKS.is_of_one_rank, HOOKS.is_misleading = is_of_one_rank, _is_misleading

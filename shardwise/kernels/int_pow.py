@@ -17,7 +17,7 @@ import torch
 from torch import SymBool, SymInt, Tensor
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
-from .._torch.compiler import is_decomposing
+from .._torch.compiler import constant_result, is_decomposing
 from ..base.argument_checks import integer
 from ..errors import ArgumentError, OperatorError
 
@@ -186,6 +186,7 @@ def path(exponent: int, dtype: torch.dtype) -> tuple[int, ...]:
     return tuple(found)
 
 
+@constant_result
 def _path(exponent: int, dtype: torch.dtype) -> tuple[int, ...]:
     if exponent < 0:
         raise OperatorError(
@@ -193,9 +194,6 @@ def _path(exponent: int, dtype: torch.dtype) -> tuple[int, ...]:
             "left of the fraction (0, 1 or -1), or take floats"
         )
     return path(int(exponent), dtype)
-
-
-torch.compiler.assume_constant_result(_path)
 
 
 def _decomposed(base: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:

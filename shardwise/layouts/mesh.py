@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.compiler import OpaqueBaseMeta, constant_type
 from .._torch.groups import current_device_mesh
+from .._torch.patches import install_patches
 from ..base.argument_checks import a_device, a_text, choice, instance, integer, integers, optional, refuse, several, shown
 from ..base.caches import CHOICES, cache_clear, intern, memo
 from ..base.process_groups import group_over
@@ -125,6 +126,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
 
     @classmethod
     def _build(cls, *content: Any) -> Mesh:
+        install_patches("tensors")
         self = super().__new__(cls)
         self.axes, self.shape, self.ranks, self.device, self.world, of, self.slow, self.explicit = content
         self.root = self if of is None else of  # a cycle, so that meshes end when these are collected

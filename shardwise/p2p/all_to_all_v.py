@@ -11,11 +11,10 @@ from torch import Tensor
 
 from .._torch.compiler import Function, keep_alive
 from .._torch.tensors import collectives
-from .._torch.tracer import keep_in_their_part
 from ..base.argument_checks import a_tensor, integers, optional, refuse, several
 from ..comm import Bundle, PerRank, seen, transport
 from ..comm.interception import is_watched, watched
-from ..comm.rank_specific import is_of_one_rank
+from ..comm.rank_specific import current
 from ..comm.transport import Counts
 from ..errors import OperatorError
 from ..layouts.mesh import Mesh
@@ -140,7 +139,7 @@ class _Swap(Function):
 def _run(x: Tensor, how: _Counts) -> Tensor:
     world = transport(how.mesh, "p2p")
     if world.traced(x):
-        keep_in_their_part(is_of_one_rank)
+        current()  # torch is patched for a trace that communicates
     if isinstance(how.going, Tensor) and world.traced(x):
         return wait_tensor(torch.ops.shardwise.rows(x, how.going, how.coming, how.mesh.text, how.axis))
     if is_watched() and not world.traced(x):

@@ -16,7 +16,6 @@ from torch import Tensor
 from .._torch.compiler import Function, keep_alive
 from .._torch.groups import AsyncTensor
 from .._torch.tensors import collectives
-from .._torch.tracer import keep_in_their_part
 from ..base.argument_checks import a_dtype, a_tensor, flag, instance, integer, integers, refuse, several, shown, sizes
 from ..comm import Bundle, PerRank, seen, transport
 from ..comm.delivery import finish
@@ -24,7 +23,7 @@ from ..comm.failures import guarded
 from ..comm.interception import is_watched, watched
 from ..comm.messages import Batch, Shape, check_matched, check_shapes
 from ..comm.processes import varies
-from ..comm.rank_specific import is_of_one_rank, mark_specific, only_alike, refuse_unequal
+from ..comm.rank_specific import current, mark_specific, only_alike, refuse_unequal
 from ..errors import MeshError, OperatorError
 from ..layouts.mesh import Mesh
 from ..propagation.fingerprint import LIBRARY
@@ -369,7 +368,7 @@ def _composed(sent: list[Tensor], *fields: Any) -> list[Tensor]:
 
 def _leave(sent: Sequence[Tensor], messages: Batch) -> list[Tensor]:
     """Leave a batch in the program that is traced."""
-    keep_in_their_part(is_of_one_rank)
+    current()  # torch is patched for a trace that communicates
     place = max(transport(messages.mesh).place(messages.mesh), 0)
     if varies(messages.shapes, len(messages.mesh.ranks)):
         mark_specific(messages.shapes)

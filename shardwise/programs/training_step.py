@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from .._torch.compiler import has_traced_backward, optimizer_hooks
+from .._torch.patches import install_patches
+from .._torch.replacements import HOOKS
 from .._torch.tensors import tree_map_only
-from .._torch.tracer import has_traced_backward, optimizer_hooks, trace_whole_steps, unwrap_quickly
-from ..tensor.dtensor import DTensor
 
 
 def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -45,10 +46,7 @@ def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
                     p.grad.zero_()
 
 
-def teach_tracer() -> None:
-    """Let torch's tracer know what this library's backends need, once."""
-    trace_whole_steps(step, zero_grad)
-    unwrap_quickly(DTensor, "_local")
+HOOKS.optimizer_methods |= {"step": step, "zero_grad": zero_grad}
 
 
 def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +55,7 @@ def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
     An optimizer's `step` is inside wrappers, so it is called by name. Results are detached if a backward inside the function
     has freed their graph.
     """
-    teach_tracer()
+    install_patches("tracing")
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", type(function).__name__)
     of_optimizer = isinstance(owner, Optimizer) and name in ("step", "zero_grad")

@@ -18,13 +18,12 @@ from torch import SymInt, Tensor
 from .._torch.compiler import keep_alive
 from .._torch.groups import AsyncTensor
 from .._torch.tensors import collectives, is_alias
-from .._torch.tracer import keep_in_their_part
 from ..base.caches import memo
 from ..base.settings import Setting
 from ..comm import PerRank, Transport, transport
 from ..comm.interception import watched
 from ..comm.policy import check
-from ..comm.rank_specific import is_of_one_rank
+from ..comm.rank_specific import current
 from ..comm.transport import check_shards
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh, quote
@@ -80,7 +79,7 @@ def run(local: Tensor, steps: Plan, operator: str, shape: Sequence[int] | None =
 
 def _run(local: Tensor, steps: Plan, operator: str, by: Running) -> Tensor:
     if by.traced:
-        keep_in_their_part(is_of_one_rank)
+        current()  # torch is patched for a trace that communicates
     if by.traced and whole_moves.get():
         have, want = form_of(steps.have).text, form_of(steps.want).text
         return torch.ops.shardwise.move(local, by.shape, have, want, operator)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._torch.compiler import Function
+from .._torch.compiler import Function, OldestFirst
 from .._torch.tensors import keeps_graph, tree_flatten, tree_unflatten
 from ..errors import RematError
 from ..tensor.dtensor import DTensor
@@ -72,6 +72,7 @@ class Block:
         self._cells: list[tuple[Value, int, Any]] = []
         self._record: FirstRun | None = None  #: during the first run
         self._has_backward = False
+        self._oldest_first = OldestFirst()  # as long as the second run may come
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """The first run."""

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch.tracer import see_regions
+from .._torch.patches import install_for_regions
+from .._torch.replacements import HOOKS
 from ..base.argument_checks import a_function, a_module, a_text, shown
 from ..errors import RematError
 from .block import Block, kept_values
@@ -26,6 +27,7 @@ from .record_replay import BlockRun
 from .traced import traced_remat
 
 __all__ = ["kept_values", "remat", "remat_module"]
+HOOKS.sees_regions = BlockRun
 
 
 def remat(function: Callable[..., Any], *args: Any, save: Policy = default, **kwargs: Any) -> Any:
@@ -56,7 +58,7 @@ def _remat(name: str, function: Callable[..., Any], save: Policy, args: Any, kwa
         return traced_remat(function, args, kwargs, save, name)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    see_regions(BlockRun)
+    install_for_regions()
     return Block(function, name, save)(args, kwargs)
 
 

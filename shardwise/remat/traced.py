@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from .._torch.compiler import order_kept
+from .._torch.compiler import has_backward_inside, is_joint, order_kept, saved_hooks, snapshot, traced_graph
+from .._torch.patches import install_patches
+from .._torch.replacements import HOOKS
 from .._torch.symbols import hint
 from .._torch.tensors import OpOverload, TorchDispatchMode, rule_for, schema, tree_leaves
-from .._torch.tracer import has_backward_inside, is_joint, saved_hooks, snapshot, teach_checkpoint, traced_graph
 from ..layouts.text import Form
 from ..programs.passes.graph import AGAIN, WAIT
 from ..propagation.fingerprint import library_key
@@ -41,7 +42,7 @@ def traced_remat(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], save: Policy, region: str = ""
 ) -> Any:
     """`remat` as Dynamo traces it."""
-    teach_checkpoint(contexts, _key)
+    install_patches("tracing")
 
     def block(*args: Any) -> Any:
         return function(*args, **kwargs)
@@ -57,6 +58,9 @@ def contexts(policy: Policy, region: str) -> tuple[_Mode, _Mode]:
 
 def _key(policy: Policy, region: str) -> str:
     return f"{library_key()} {policy!r} {region!r}"
+
+
+HOOKS.remat_contexts, HOOKS.remat_key = contexts, _key
 
 
 # ── seeing the operators of a block ───────────────────────────────────────────────────────────────────────────────────

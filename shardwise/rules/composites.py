@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._torch.compiler import tracing_context
-from .._torch.tracer import before_taken_apart
+from .._torch.replacements import HOOKS
 from ..errors import OperatorError
 from ..tensor.dtensor import DTensor
 from ..tensor.toolbox import Toolbox
@@ -102,9 +102,10 @@ def _plain(x: Tensor) -> Tensor:
     return x.full_tensor().cpu() if isinstance(x, DTensor) else x
 
 
-before_taken_apart(aten._pack_padded_sequence.default, _pack)
-before_taken_apart(aten._pad_packed_sequence.default, _pad)
-before_taken_apart(aten.one_hot.default, _one_hot)
-before_taken_apart(aten.tensor_split.tensor_indices_or_sections, _tensor_split)
-for _op in LOSE_OUT:
-    before_taken_apart(_op, partial(_into_out, _op))
+HOOKS.composites |= {
+    aten._pack_padded_sequence.default: _pack,
+    aten._pad_packed_sequence.default: _pad,
+    aten.one_hot.default: _one_hot,
+    aten.tensor_split.tensor_indices_or_sections: _tensor_split,
+    **{op: partial(_into_out, op) for op in LOSE_OUT},
+}

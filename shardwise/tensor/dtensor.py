@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import SymInt, Tensor
 
-from .._torch.compiler import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, Function, untraced
+from .._torch.compiler import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, TAKES_BRANCHES, Function, untraced
 from .._torch.groups import AsyncTensor
-from .._torch.tensors import base_of, foreach_type, is_batched, no_torch_function
-from .._torch.tracer import TAKES_BRANCHES, reader, teach_state_dicts
+from .._torch.replacements import HOOKS
+from .._torch.tensors import base_of, is_batched, no_torch_function, reader
 from ..base.argument_checks import flag
 from ..base.caches import memo
 from ..comm import transport
@@ -394,10 +394,6 @@ def _plain_tangent(tangent: Tensor, form: Any, expected_type: Any = None) -> Any
     return Toolbox(DTensor).distribute(tangent, layout)
 
 
-# A compiled backward asks what it gets for it, and autograd gives an ordinary tensor there.
-torch.Tensor.__coerce_same_metadata_as_tangent__ = _plain_tangent  # type: ignore[attr-defined]
-
-
 @memo("outputs", limit=4096)
 def _made(form: Form, size: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...]) -> Any:
     """How a result of a compiled program is made, and its layout; None where torch does not know all sizes."""
@@ -440,7 +436,6 @@ class Severed(DTensor):
 
 
 DTensor.Severed = Severed
-foreach_type(DTensor)
 
 
 def _writes(x: Tensor) -> int:
@@ -460,7 +455,7 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, parameter: bool
 
 
 torch.serialization.add_safe_globals([_rebuild, restore_layout, Mesh, Factor])
-teach_state_dicts(DTensor, DTensor.full_tensor, lambda x: x.detach().clone())
+HOOKS.tensor, HOOKS.gather, HOOKS.coerce_tangent = DTensor, DTensor.full_tensor, _plain_tangent
 
 
 @memo("gradients", limit=4096)

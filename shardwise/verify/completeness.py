@@ -23,7 +23,7 @@ from ..propagation.decide import State, decide, offers
 from ..propagation.notation import Rule
 from .calls import Sample
 from .compare import close
-from .soundness import MESHES, bound_call, kinds_of
+from .soundness import bound_call, kinds_of, meshes
 from .spread import flat, local_shards, reduced, spread
 
 #: Combinations of placements tried of one sample at most, and tensors that are not just replicated.
@@ -141,7 +141,7 @@ def _laws(several: list[Sample], options_of: Callable[[Sample], Iterable[States]
         options = [*held] if number else [*options_of(sample)]
         for states in options:
             results = held.get(states)
-            for one, mesh, turn in itertools.product(variants, MESHES[:2], (0, 1)):
+            for one, mesh, turn in itertools.product(variants, meshes()[:2], (0, 1)):
                 if results is None or results:
                     outs = _results(one, states, mesh, turn)
                     results = outs if results is None else [r for r in results if r in outs]
@@ -214,7 +214,7 @@ def _joins(want: Tensor, gots: list[Tensor], dim: int) -> bool:
 
 def _is_offered(sample: Sample, rule: Rule, states: States) -> bool:
     """Whether some candidate wants the tensors so, or `decide` leaves them as they are."""
-    spreads = [spread(t, MESHES[0], [_placement(s)]) for t, s in zip(sample.tensors, states, strict=True)]
+    spreads = [spread(t, meshes()[0], [_placement(s)]) for t, s in zip(sample.tensors, states, strict=True)]
     call = bound_call(sample, spreads)
     if any(candidate.wants == states for candidate in offers(rule, call)):
         return True

@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,12 +30,17 @@ from .calls import Sample, literal
 from .compare import difference
 from .spread import shards_of, spread
 
-MESHES = tuple(
-    Mesh(tuple("ab"[: len(shape)]), shape, range(torch.Size(shape).numel()), "cpu", "simulated")
-    for shape in ((2,), (3,), (2, 2))
-)
 #: How many pairs of candidates on a mesh of two axes, and how many placements of all tensors, are tried of one sample.
 PAIRS, PLACEMENTS = 6, 8
+
+
+@cache
+def meshes() -> tuple[Mesh, ...]:
+    """The simulated meshes that samples are spread over."""
+    shapes = ((2,), (3,), (2, 2))
+    return tuple(
+        Mesh(tuple("ab")[: len(shape)], shape, range(torch.Size(shape).numel()), "cpu", "simulated") for shape in shapes
+    )
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ def bound_call(sample: Sample, tensors: Sequence[DTensor]) -> Call:
 def trials(sample: Sample, rule: Rule) -> Iterator[Trial]:
     """Everything that is tried of a sample."""
     candidates = _candidates(sample, rule)
-    for mesh in MESHES:
+    for mesh in meshes():
         if mesh.ndim == 1:
             for candidate in candidates:
                 for sizes in (None, (*(0,) * (mesh.size() - 1), -1)):
@@ -140,7 +146,7 @@ def _candidates(sample: Sample, rule: Rule) -> list[Candidate]:
     facts = schema_of(sample.op)
     if facts.written or not sample.tensors or (not rule.inputs and rule.function is None):
         return []
-    replicated = [spread(tensor, MESHES[0], [Replicate()]) for tensor in sample.tensors]
+    replicated = [spread(tensor, meshes()[0], [Replicate()]) for tensor in sample.tensors]
     found = offers(rule, bound_call(sample, replicated))
 
     def is_possible(wants: Sequence[State]) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ..._torch.compiler import artifacts_of_block, compile_graph, compile_local, compiler_caches, inductor_settings, is_kept
+from ..._torch.patches import install_patches
 from ...base.argument_checks import a_function, flag, number, optional
 from ...comm.failures import in_job
 from ...errors import CompileError
@@ -32,7 +33,7 @@ from ...redistribution.run import whole_moves
 from ...tensor.dtensor import DTensor
 from ..gradients import align_leaves
 from ..passes.order import inductor_pass
-from ..training_step import teach_tracer, traceable, whole_steps
+from ..training_step import traceable, whole_steps
 from .election import Election
 from .serialize import CompiledPrograms, install, loaded_libraries, pack, processor, read_libraries, unpack
 
@@ -86,7 +87,7 @@ def compile(model: Callable[..., Any] | None = None, *, timeout: float = TIMEOUT
     optional(a_function, model, "compile: model", "a function or a module")
     if model is None:
         return lambda model: compile(model, timeout=timeout, **options)
-    teach_tracer()
+    install_patches("tracing")
     traced = model if isinstance(model, torch.nn.Module) else functools.update_wrapper(traceable(model), model)
     return torch.compile(traced, backend=Backend(float(timeout), options.get("dynamic")), **options)
 
