@@ -15,30 +15,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import (
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_unflatten,
-    treespec_dumps,
-    treespec_loads,
-)
+from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import treespec_dumps as treespec_dumps
+from torch.utils._pytree import treespec_loads as treespec_loads
 
 from .compiler import HAS_KEYS
-
-__all__ = [
-    "compile_package",
-    "is_group",
-    "keep_artifacts",
-    "leaves_with_paths",
-    "open_package",
-    "read_artifacts",
-    "sizes_of_data",
-    "tree_flatten",
-    "tree_unflatten",
-    "treespec_dumps",
-    "treespec_loads",
-]
 
 
 def compile_package(program: Any, path: str, settings: dict[str, Any]) -> None:
@@ -56,21 +37,13 @@ def sizes_of_data() -> Any:
     return importlib.import_module("torch._dynamo.config").patch(capture_dynamic_output_shape_ops=True)
 
 
-@contextlib.contextmanager
-def _by_name(operator: Any) -> Iterator[None]:
+def _by_name(operator: Any) -> Any:
     """In the block Inductor calls an operator by its name if it has no function for it: torch 2.11 takes one for granted."""
     importlib.import_module("torch._inductor.compile_fx")  # fills the table below
     lowering = importlib.import_module("torch._inductor.lowering")
-    table, before = lowering.lowerings, lowering.lowerings.get(operator)
     known = str(operator) in importlib.import_module("torchgen.aoti.fallback_ops").inductor_fallback_ops
-    if known or before is None:
-        yield
-        return
-    table[operator] = lowering.fallback_handler(operator)
-    try:
-        yield
-    finally:
-        table[operator] = before
+    needed = not known and operator in lowering.lowerings
+    return _with_entries(lowering.lowerings, {operator: lowering.fallback_handler(operator)} if needed else {})
 
 
 #: The dtypes by their numbers in C++.
@@ -79,16 +52,18 @@ _NUMBERS = dict(
 ) | {15: "bfloat16"}
 
 
-@contextlib.contextmanager
-def _numbered_dtypes() -> Iterator[None]:
+def _numbered_dtypes() -> Any:
     """In the block an operator that is called by name is told dtypes by their numbers in C++: torch 2.11 reads them as these,
     and writes others, which makes float64 of float32 without an error."""
-    if HAS_KEYS:
-        yield
-        return
     table = importlib.import_module("torch._export.serde.serialize")._TORCH_TO_SERIALIZE_DTYPE
-    before = dict(table)
-    table.update({getattr(torch, name): number for number, name in _NUMBERS.items()})
+    numbers = {getattr(torch, name): number for number, name in _NUMBERS.items()}
+    return _with_entries(table, {} if HAS_KEYS else numbers)
+
+
+@contextlib.contextmanager
+def _with_entries(table: dict[Any, Any], entries: dict[Any, Any]) -> Iterator[None]:
+    before = {key: table[key] for key in entries}
+    table.update(entries)
     try:
         yield
     finally:
@@ -123,8 +98,12 @@ def read_artifacts(data: bytes) -> Any:
     """torch's artifacts as they were saved, by kind; None where torch cannot read them, or one would be kept outside the
     compiler's folder. (The public function warns of the first and looks at no name.)"""
     record = importlib.import_module("torch.compiler._cache").CacheArtifactManager
-    with _quiet("torch.compiler._cache"):
+    log = logging.getLogger("torch.compiler._cache")
+    log.disabled, before = True, log.disabled  # what it would warn of is raised
+    try:
         found = record.deserialize(data)
+    finally:
+        log.disabled = before
     # Names are paths, but those of profiles, in which torch replaces slashes.
     names = [artifact.key for kind, several in (found or {}).items() if kind != "pgo" for artifact in several]
     return None if any(".." in re.split(r"[/\\]", name) or name[:1] in ("/", "\\") for name in names) else found
@@ -133,14 +112,3 @@ def read_artifacts(data: bytes) -> Any:
 def keep_artifacts(found: Any) -> None:
     """Put artifacts into torch's caches, so that compiling the same again finds them."""
     importlib.import_module("torch.compiler._cache").CacheArtifactManager.populate_caches(found)
-
-
-@contextlib.contextmanager
-def _quiet(logger: str) -> Iterator[None]:
-    """In the block a logger of torch says nothing: what it would warn of is raised."""
-    log = logging.getLogger(logger)
-    log.disabled, before = True, log.disabled
-    try:
-        yield
-    finally:
-        log.disabled = before

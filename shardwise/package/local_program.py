@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from .._torch.aoti import sizes_of_data, tree_flatten, tree_unflatten
+from .._torch.aoti import sizes_of_data
 from .._torch.compiler import local_graphs
+from .._torch.tensors import tree_flatten, tree_unflatten
 from ..comm import Bundle, seen
 from ..comm.rank_specific import only_alike, refuse_unequal
 from ..errors import CompileError
