@@ -93,14 +93,14 @@ def _time_first(tools: Toolbox, op: Any, x: Any, weight: Any, bias: Any, pad: in
 
 
 def _convolved(plane: Plane, run: Kernel, call: Call) -> Kernel:
-    def local(values: list[Any], firsts: Any, starts: Any, shape: Sequence[int]) -> Tensor:
+    def local(values: list[Any], numbers: Any, shape: Sequence[int]) -> Tensor:
         return trimmed(run(*values), shape)
 
     return local
 
 
 def _convolved_back(plane: Plane, run: Kernel, call: Call) -> Kernel:
-    def local(values: list[Any], firsts: Any, starts: Any, shape: Sequence[int]) -> Any:
+    def local(values: list[Any], numbers: Any, shape: Sequence[int]) -> Any:
         grad, *rest = values
         return tuple(run(one_at_least(grad, plane), *rest))
 

@@ -50,24 +50,27 @@ class Transfer(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """One shard's stretch: its first row, counted in the tensor, its length, and which own rows lie where in it."""
+    """One shard's stretch: its length, and which own rows lie where in it. Where it begins in the tensor is no part of it: that
+    differs between equal shards, which are to run one program."""
 
-    first: int
     rows: int
     own: Rows
     at: int
 
 
 class Halo(NamedTuple):
-    """What shards of a dim need of one another. `received` is the most rows that come to one of them, `outside` whether any
-    stretch leaves the tensor."""
+    """What shards of a dim need of one another. `firsts` are the first rows of stretches, counted in the tensor, `received` is
+    the most rows that come to a shard, `outside` whether any stretch leaves the tensor, `unchanged` whether all are shards as
+    they are."""
 
     dim: int
     held: Factor
     stretches: tuple[Stretch, ...]
+    firsts: tuple[int, ...]
     messages: tuple[Transfer, ...]
     received: int
     outside: bool
+    unchanged: bool
 
     def per_rank(self, layout: Layout, values: Sequence[Any]) -> PerRank:
         """One of `values`, which are by shard, for each place."""
@@ -75,7 +78,7 @@ class Halo(NamedTuple):
 
     def first(self, layout: Layout) -> Number:
         """The first row of each rank's stretch, counted in the tensor."""
-        return Number(lambda place: self.stretches[layout.shard(self.held, place)].first)
+        return Number(lambda place: self.firsts[layout.shard(self.held, place)])
 
 
 def share(held: Factor, windows: Windows) -> tuple[int, ...]:
@@ -131,20 +134,20 @@ def halo(dim: int, held: Factor, sizes: tuple[int, ...], windows: Windows) -> Ha
     (Rows(first=3, rows=1), Rows(first=3, rows=1))
     """
     shards, needs = list(pairwise(held.starts)), _needs(held, sizes, windows)
-    stretches = []
-    for (start, stop), shard, need in zip(pairwise(accumulate(sizes, initial=0)), shards, needs, strict=True):
-        first = start * windows.stride - windows.pad
-        rows = (max(stop - start, 1) - 1) * windows.stride + windows.span
+    stretches, firsts = [], [start * windows.stride - windows.pad for start in accumulate(sizes[:-1], initial=0)]
+    for first, count, shard, need in zip(firsts, sizes, shards, needs, strict=True):
+        rows = (max(count, 1) - 1) * windows.stride + windows.span
         both = _common(shard, need)
         own = Rows(both[0] - shard[0], _length(both)) if _length(both) else Rows(0, 0)
-        stretches.append(Stretch(first, rows, own, both[0] - first if own.rows else 0))
+        stretches.append(Stretch(rows, own, both[0] - first if own.rows else 0))
     shifts = [*range(1 - len(shards), 0), *range(1, len(shards))]
-    messages = [found for shift in shifts if (found := _message(shift, shards, needs, stretches))]
-    outside = any(stretch.rows > _length(need) for stretch, need in zip(stretches, needs, strict=True))
-    return Halo(dim, held, tuple(stretches), tuple(messages), _lacking(held, sizes, windows)[0], outside)
+    runs = [(first, first + stretch.rows) for first, stretch in zip(firsts, stretches, strict=True)]
+    messages = [found for shift in shifts if (found := _message(shift, shards, needs, runs))]
+    lacking = _lacking(held, sizes, windows)[0]
+    return Halo(dim, held, tuple(stretches), tuple(firsts), tuple(messages), lacking, runs != needs, runs == shards)
 
 
-def _message(shift: int, shards: Sequence[Run], needs: Sequence[Run], stretches: Sequence[Stretch]) -> Transfer | None:
+def _message(shift: int, shards: Sequence[Run], needs: Sequence[Run], stretches: Sequence[Run]) -> Transfer | None:
     """What goes `shift` shards further; None where nothing does.
 
     A shard at the end of the axis, which has no such neighbour, sends what the others do to nobody, and
@@ -155,7 +158,7 @@ def _message(shift: int, shards: Sequence[Run], needs: Sequence[Run], stretches:
     if not any(map(_length, runs.values())):
         return None
     given = {t: Rows(run[0] - shards[t][0], _length(run)) if _length(run) else Rows(0, 0) for t, run in runs.items()}
-    taken = {t + shift: Rows(run[0] - stretches[t + shift].first, _length(run)) for t, run in runs.items() if _length(run)}
+    taken = {t + shift: Rows(run[0] - stretches[t + shift][0], _length(run)) for t, run in runs.items() if _length(run)}
     taken = {t + shift: taken.get(t + shift, Rows(0, 0)) for t in runs}
     same_given, same_taken = _same(given.values()), _same(taken.values())
     return Transfer(
@@ -176,11 +179,11 @@ def _if_within(part: Rows, runs: Iterable[Run]) -> Rows:
     return part if fits else Rows(0, 0)
 
 
-def _outside(stretch: Stretch, need: Run) -> list[Run]:
+def _outside(stretch: Run, need: Run) -> list[Run]:
     """The rows of a stretch that lie outside of the tensor."""
     if not _length(need):
-        return [(0, stretch.rows)]
-    return [(0, need[0] - stretch.first), (need[1] - stretch.first, stretch.rows)]
+        return [(0, _length(stretch))]
+    return [(0, need[0] - stretch[0]), (need[1] - stretch[0], _length(stretch))]
 
 
 # ── rows on their way ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..layouts.dtypes import lowest
-from ..layouts.layout import Layout
+from ..layouts.layout import Layout, Number
 from ..propagation.notation import Call, Kernel, Pattern, Proposal, labels, parse
 from ..propagation.table import rule
 from ..tensor.toolbox import Toolbox
@@ -69,7 +69,7 @@ def _largest(plane: Plane, run: Kernel, call: Call) -> Kernel:
     count = len(plane.dims)
     gaps = each_dim(call["dilation"], count) if any(one.outside for one in plane.halos) else [0] * count
 
-    def local(values: list[Any], firsts: Sequence[Tensor], starts: Any, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def local(values: list[Any], firsts: Sequence[Any], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
         found, index = run(*values)
         stretch = values[0].shape[plane.dims.start :]
         return trimmed(found, shape), trimmed(_renumbered(index, stretch, firsts, plane.sizes, gaps), shape)
@@ -80,7 +80,7 @@ def _largest(plane: Plane, run: Kernel, call: Call) -> Kernel:
 def _largest_back(plane: Plane, run: Kernel, call: Call) -> Kernel:
     none = [int(any(one.outside for one in plane.halos))] * len(plane.dims)
 
-    def local(values: list[Any], firsts: Sequence[Tensor], starts: Any, shape: Sequence[int]) -> Tensor:
+    def local(values: list[Any], firsts: Sequence[Any], shape: Sequence[int]) -> Tensor:
         grad, blank, *words, index = values
         index = _renumbered(index, plane.sizes, [-first for first in firsts], blank.shape[plane.dims.start :], none)
         return run(one_at_least(grad, plane), blank, *words, one_at_least(index, plane))
@@ -88,11 +88,18 @@ def _largest_back(plane: Plane, run: Kernel, call: Call) -> Kernel:
     return local
 
 
+def _first_rows(call: Call, plane: Plane, layout: Layout) -> list[Number | int]:
+    return plane.firsts(layout)
+
+
 def _renumbered(
-    index: Tensor, before: Sequence[int], shift: Sequence[Tensor], after: Sequence[int], step: Sequence[int]
+    index: Tensor, before: Sequence[int], shift: Sequence[Any], after: Sequence[int], step: Sequence[int]
 ) -> Tensor:
-    """Indices into one plane as indices into another, in which it lies `shift` further along each dim. Where a window holds
-    nothing larger than rows outside do, torch names its first row inside; `step` is 0 where no window looks outside."""
+    """Indices into one plane as indices into another, in which it lies `shift` further along each dim; a number that is no
+    tensor says that both are the same along it. Where a window holds nothing larger than rows outside do, torch names its first
+    row inside; `step` is 0 where no window looks outside."""
+    if not step[0] and all(isinstance(more, int) for more in shift[1:]):
+        return index + shift[0] * math.prod(after[1:])
     out, width = torch.zeros_like(index), 1
     for size, more, new, gap in zip(reversed(before), reversed(shift), reversed(after), reversed(step), strict=True):
         row = index % size + more
@@ -104,7 +111,7 @@ def _renumbered(
 def _averaged(plane: Plane, run: Kernel, call: Call) -> Kernel:
     divisor = _divisor(plane, call)
 
-    def local(values: list[Any], firsts: Any, starts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    def local(values: list[Any], starts: Sequence[Any], shape: Sequence[int]) -> Tensor:
         out = run(*values)
         return trimmed(divisor(out, starts), shape)
 
@@ -114,7 +121,7 @@ def _averaged(plane: Plane, run: Kernel, call: Call) -> Kernel:
 def _averaged_back(plane: Plane, run: Kernel, call: Call) -> Kernel:
     divisor = _divisor(plane, call)
 
-    def local(values: list[Any], firsts: Any, starts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    def local(values: list[Any], starts: Sequence[Any], shape: Sequence[int]) -> Tensor:
         grad, *rest = values
         return run(divisor(one_at_least(grad, plane), starts), *rest)
 
@@ -132,11 +139,15 @@ def _average_words(call: Call, plane: Plane) -> dict[str, Any]:
     return {"count_include_pad": True, "divisor_override": divisor}
 
 
-def _divisor(plane: Plane, call: Call) -> Callable[[Tensor, Sequence[Tensor]], Tensor]:
+def _first_windows(call: Call, plane: Plane, layout: Layout) -> list[Number | int]:
+    return [] if _is_plain(call, plane) else plane.starts(layout)
+
+
+def _divisor(plane: Plane, call: Call) -> Callable[[Tensor, Sequence[Any]], Tensor]:
     """Divides windows by how many rows of the padded plane, or of the plane alone, each looks at."""
     is_plain, padded = _is_plain(call, plane), bool(call["count_include_pad"])
 
-    def divided(out: Tensor, starts: Sequence[Tensor]) -> Tensor:
+    def divided(out: Tensor, starts: Sequence[Any]) -> Tensor:
         if is_plain:
             return out
         for d, start, along, size in zip(plane.dims, starts, plane.windows, plane.sizes, strict=True):
@@ -187,13 +198,15 @@ def _scatter_back(tools: Toolbox, op: Any, grad: Any, x: Any, *rest: Any) -> Any
     return flat.view(x.shape)
 
 
-_average, _average_back = LocalWindows(_averaged, _average_words), LocalWindows(_averaged_back, _average_words)
+_average = LocalWindows(_averaged, _average_words, numbers=_first_windows)
+_average_back = LocalWindows(_averaged_back, _average_words, numbers=_first_windows)
+_maximum = LocalWindows(_largest, fill=lowest, numbers=_first_rows)
+_maximum_back = LocalWindows(_largest_back, numbers=_first_rows)
 _AS_PROGRAM = "shard: along the plane a program takes it, whatever the windows"
 planes("avg_pool#d", "x -> y", local=_average, linear=((0,),), rounds=True, unoffered=_AS_PROGRAM)
 planes("avg_pool#d_backward", "y, x -> x", local=_average_back, linear=((0,),), function=by_shape)
-planes("max_pool#d_with_indices", "x -> y, y", local=LocalWindows(_largest, fill=lowest), unoffered=_AS_PROGRAM)
-_largest_gradient = LocalWindows(_largest_back)
-planes("max_pool#d_with_indices_backward", "y, x, y -> x", local=_largest_gradient, linear=((0,),), function=by_shape)
+planes("max_pool#d_with_indices", "x -> y, y", local=_maximum, unoffered=_AS_PROGRAM)
+planes("max_pool#d_with_indices_backward", "y, x, y -> x", local=_maximum_back, linear=((0,),), function=by_shape)
 planes("_adaptive_avg_pool#d", "x -> y", linear=((0,),))
 planes("_adaptive_avg_pool#d_backward", "y, x -> x", linear=((0,),), function=by_shape)
 planes("adaptive_max_pool#d", "x -> y, y")

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,8 @@ from .shard_position import at_least_one
 # ── nouns ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Plane(NamedTuple):
+@dataclass(frozen=True)
+class Plane:
     """The spatial dims of a call: the windows along each, the size of each kernel; and, of those that are sharded, how the
     plane is (`held`) and how its windows are (`shared`)."""
 
@@ -51,16 +52,24 @@ class Plane(NamedTuple):
         """The axes that shard it."""
         return [axis for factor in self.held.values() for axis in factor.axes]
 
-    @property
+    @cached_property
     def halos(self) -> tuple[Halo, ...]:
         """What ranks need of one another."""
         each = [(d, self.held[d], self.shared[d].sizes, self.windows[d - self.dims.start]) for d in sorted(self.held)]
         return tuple([halo(*one) for one in each])
 
-    def firsts(self, layout: Layout) -> list[Number]:
-        """The first row of each rank's stretch along each dim."""
+    def firsts(self, layout: Layout) -> list[Number | int]:
+        """The first row of each rank's stretch along each dim; 0 along one that is not sharded."""
         halos = {one.dim: one for one in self.halos}
-        return [halos[d].first(layout) if d in halos else Number(lambda place: 0) for d in self.dims]
+        return [halos[d].first(layout) if d in halos else 0 for d in self.dims]
+
+    def starts(self, layout: Layout) -> list[Number | int]:
+        """Which of all windows along each dim is the first of a rank; 0 along one that is not sharded."""
+
+        def number(held: Factor, starts: Sequence[int]) -> Number:
+            return Number(lambda place: starts[layout.shard(held, place)])
+
+        return [number(self.held[d], self.shared[d].starts) if d in self.held else 0 for d in self.dims]
 
     def unpadded(self) -> list[int]:
         """Padding without that of sharded dims, which stretches have in them."""
@@ -69,16 +78,19 @@ class Plane(NamedTuple):
 
 class LocalWindows(NamedTuple):
     """How an operator is run on stretches: what makes the function that each rank runs, from the plane, the local operator and
-    the call; which arguments, beside the padding, the local operator gets otherwise; and what rows outside hold."""
+    the call; which arguments, beside the padding, the local operator gets otherwise; what rows outside hold; and which numbers
+    of a rank, from the call, the plane and its layout, the function is given."""
 
     kernel: Callable[[Plane, Kernel, Call], Kernel]
     words: Callable[[Call, Plane], dict[str, Any]] = lambda call, plane: {}
     fill: Callable[[torch.dtype], Any] | None = None
+    numbers: Callable[[Call, Plane, Layout], list[Number | int]] = lambda call, plane, layout: []
 
 
-class StretchedCall(NamedTuple):
+@dataclass(frozen=True)
+class StretchedCall:
     """A call on stretches: the layouts that its tensors want (None: the shape alone is asked for), those of its results, and
-    that of the plane."""
+    that of the plane. What depends on these alone is worked out once."""
 
     plane: Plane
     words: dict[str, Any]
@@ -87,6 +99,48 @@ class StretchedCall(NamedTuple):
     source: Layout
     kernel: Kernel
     fill: Any
+    numbers: list[Number | int]
+
+    @cached_property
+    def halos(self) -> tuple[Halo, ...]:
+        """Those that take any work: not where every stretch is a shard as it is."""
+        return tuple([one for one in self.plane.halos if not one.unchanged])
+
+    @cached_property
+    def bytes(self) -> list[int]:
+        """What the worst rank receives for each sharded dim; stretches along one dim travel along the next."""
+        layout, found = self.source, []
+        shape = {d: layout.held(d) for d in range(layout.ndim)}
+        for one in self.plane.halos:
+            found.append(one.received * math.prod([n for d, n in shape.items() if d != one.dim]) * layout.dtype.itemsize)
+            shape[one.dim] = max(stretch.rows for stretch in one.stretches)
+        return found
+
+    @cached_property
+    def gives_back(self) -> bool:
+        """Whether the first result is the gradient of the plane."""
+        return "grad_output" in self.wants and bool(self.words.get("output_mask", (True,))[0])
+
+    @cached_property
+    def crossings(self) -> int:
+        """How often rows cross: where the plane is read, and where its gradient goes back."""
+        return (None not in self.wants.values()) + self.gives_back
+
+    @cached_property
+    def shape(self) -> PerRank:
+        """The shape of each rank's first result."""
+        return PerRank(self.results[0].local_shape)
+
+    @cached_property
+    def stretch(self) -> PerRank:
+        """The shape of each rank's stretch."""
+        layout, halos = self.source, self.plane.halos
+
+        def shape(place: int) -> tuple[int, ...]:
+            rows = {one.dim: one.stretches[layout.shard(one.held, place)].rows for one in halos}
+            return tuple(rows.get(d, n) for d, n in enumerate(layout.local_shape(place)))
+
+        return PerRank(shape)
 
 
 #: What a tensor is along the plane.
@@ -129,7 +183,8 @@ def _choice(row: Rule, way: LocalWindows, call: Call) -> StretchedCall | None:
     results = tuple(_placed(t, plane, role) for t, role in zip(decision.results, _roles(call), strict=True) if t is not None)
     kernel = way.kernel(plane, decision.kernel or call.op, call)
     asked = {name: want if name != _source(call) or _reads(call) else None for name, want in wants.items()}
-    return StretchedCall(plane, inner.arguments, asked, results, source, kernel, way.fill(source.dtype) if way.fill else 0)
+    fill, numbers = way.fill(source.dtype) if way.fill else 0, way.numbers(call, plane, source)
+    return StretchedCall(plane, inner.arguments, asked, results, source, kernel, fill, numbers)
 
 
 def _source(call: Call) -> str:
@@ -225,11 +280,11 @@ def _seconds(choice: StretchedCall, call: Call) -> float:
     """What it takes to send rows, to move the tensors, and to compute."""
     mesh = choice.source.mesh
     routes = [route(mesh, mesh.sorted_axes(one.held.axes)) for one in choice.plane.halos]
-    sent = sum(link.latency + n * link.per_byte for link, n in zip(routes, _bytes(choice), strict=True) if n)
+    sent = sum(link.latency + n * link.per_byte for link, n in zip(routes, choice.bytes, strict=True) if n)
     pairs = [(call[name], want) for name, want in choice.wants.items() if want is not None]
     moves = sum(plan(have, want).cost for have, want in pairs if have is not want)
     outer = choice.wants.get("grad_output") or choice.results[0]
-    return _crossings(choice) * sent + moves + _work(outer, call, choice.plane)
+    return choice.crossings * sent + moves + _work(outer, call, choice.plane)
 
 
 def _seconds_otherwise(row: Rule, call: Call) -> float:
@@ -252,78 +307,30 @@ def _work(outer: Any, call: Call, plane: Plane) -> float:
     return float(outer.nbytes / outer.dtype.itemsize * math.prod(plane.kernel) * channels * PER_WORK)
 
 
-def _bytes(choice: StretchedCall) -> list[int]:
-    """Bytes that the worst rank receives for each sharding dim; stretches along one dim travel along the next."""
-    layout, found = choice.source, []
-    shape = {d: layout.held(d) for d in range(layout.ndim)}
-    for one in choice.plane.halos:
-        found.append(one.received * math.prod([n for d, n in shape.items() if d != one.dim]) * layout.dtype.itemsize)
-        shape[one.dim] = max(stretch.rows for stretch in one.stretches)
-    return found
-
-
-def _crossings(choice: StretchedCall) -> int:
-    """How often rows cross: where the plane is read, and where its gradient goes back."""
-    return (None not in choice.wants.values()) + _gives_back(choice)
-
-
-def _gives_back(choice: StretchedCall) -> bool:
-    """Whether the first result is the gradient of the plane."""
-    mask = choice.words.get("output_mask", (True,))
-    return "grad_output" in choice.wants and bool(mask[0])
-
-
 # ── running ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _run(choice: StretchedCall, tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
     """Bring in rows, run the operator on every rank's stretch, and give back what gradients belong to others."""
-    mesh, plane, source = choice.source.mesh, choice.plane, choice.source
-    total = _crossings(choice) * sum(_bytes(choice))
+    mesh, source = choice.source.mesh, choice.source
+    world, total = transport(mesh), choice.crossings * sum(choice.bytes)
     if total:
         check(tools.operator, total, lambda: f"it sends rows between the shards of {source}")
-    given = schema_of(op).named(args, kwargs)
-    values = dict(choice.words)
+    given, values = schema_of(op).named(args, kwargs), dict(choice.words)
     for name, want in choice.wants.items():
         if want is not None:
-            local, have = local_on(tools.cls, given[name], mesh)
-            local = move(local, have, want, tools.operator)
-            values[name] = with_halos(local, plane.halos, want, choice.fill) if _ROLES.get(name) == "plane" else local
+            local = move(*local_on(tools.cls, given[name], mesh), want, tools.operator)
+            values[name] = with_halos(local, choice.halos, want, choice.fill) if _ROLES.get(name) == "plane" else local
         else:
-            values[name] = transport(mesh).each(blank, mesh, values["grad_output"], _stretched(choice))
-    numbers = [transport(mesh).number(first, mesh) for first in plane.firsts(source)]
-    starts = [transport(mesh).number(first, mesh) for first in _starts(plane, source)]
-    shapes = [PerRank(layout.local_shape) for layout in choice.results]
-    outs = transport(mesh).each(choice.kernel, mesh, list(values.values()), numbers, starts, shapes[0])
+            values[name] = world.each(blank, mesh, values["grad_output"], choice.stretch)
+    numbers = [world.number(one, mesh) if isinstance(one, Number) else one for one in choice.numbers]
+    outs = world.each(choice.kernel, mesh, list(values.values()), numbers, choice.shape)
     several = list(outs) if isinstance(outs, tuple) else [outs]
-    if _gives_back(choice):
-        several[0] = give_back(several[0], plane.halos, choice.results[0])
+    if choice.gives_back:
+        several[0] = give_back(several[0], choice.halos, choice.results[0])
     layouts = iter(choice.results)
     wrapped = [None if out is None else tools.wrap(out, next(layouts)) for out in several]
     return tuple(wrapped) if isinstance(outs, tuple) else wrapped[0]
-
-
-def _stretched(choice: StretchedCall) -> PerRank:
-    """The shape of each rank's stretch."""
-    layout, halos = choice.source, choice.plane.halos
-
-    def shape(place: int) -> tuple[int, ...]:
-        rows = {one.dim: one.stretches[layout.shard(one.held, place)].rows for one in halos}
-        return tuple(rows.get(d, n) for d, n in enumerate(layout.local_shape(place)))
-
-    return PerRank(shape)
-
-
-def _starts(plane: Plane, layout: Layout) -> list[Number]:
-    """Which of all windows along each dim is the first of a rank."""
-
-    def number(d: int) -> Number:
-        if d not in plane.shared:
-            return Number(lambda place: 0)
-        starts = plane.shared[d].starts
-        return Number(lambda place: starts[layout.shard(plane.held[d], place)])
-
-    return [number(d) for d in plane.dims]
 
 
 def blank(like: Tensor, shape: tuple[int, ...]) -> Tensor:
