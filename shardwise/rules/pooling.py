@@ -100,11 +100,18 @@ def _renumbered(
     row inside; `step` is 0 where no window looks outside."""
     if not step[0] and all(isinstance(more, int) for more in shift[1:]):
         return index + shift[0] * math.prod(after[1:])
-    out, width = torch.zeros_like(index), 1
-    for size, more, new, gap in zip(reversed(before), reversed(shift), reversed(after), reversed(step), strict=True):
-        row = index % size + more
-        out = out + (torch.where(row < 0, row % gap, row) if gap else row) * width
-        index, width = index // size, width * new
+    rows: list[Tensor] = []
+    for size in reversed(before[1:]):
+        rows.insert(0, index % size)
+        index = index // size
+    rows.insert(0, index)
+    for d, (more, gap) in enumerate(zip(shift, step, strict=True)):
+        if not isinstance(more, int):
+            row = rows[d] + more
+            rows[d] = torch.where(row < 0, row % gap, row) if gap else row
+    out = rows[0]
+    for row, size in zip(rows[1:], after[1:], strict=True):
+        out = out * size + row
     return out
 
 
