@@ -75,14 +75,28 @@ def processes():
 def export():
     """Write a package, in one process and without a job."""
     model, _, x = distributed(nn.Linear(16, 32))
-    sw.export(model, (x,), mesh(), PACKAGE)
+    sw.export(Noisy(model), (x,), mesh(), PACKAGE)
 
 
 def load():
-    """Load that package on the ranks of a job."""
+    """Load that package on the ranks of a job; random numbers reach operators that it calls by name, with a dtype."""
     model, plain, x = distributed(nn.Linear(16, 32))
-    program = sw.load_package(PACKAGE, parameters=model)
-    torch.testing.assert_close(program(x).full_tensor(), plain(x.full_tensor()))
+    program = sw.load_package(PACKAGE, parameters=Noisy(model))
+    (result, noise), (_, other) = program(x), program(x)
+    torch.testing.assert_close(result.full_tensor(), plain(x.full_tensor()))
+    assert noise.dtype == torch.float32 and noise.full_tensor().ne(other.full_tensor()).any()
+
+
+class Noisy(nn.Module):
+    """What a layer gives, and as many random numbers."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y, torch.rand_like(y)
 
 
 # ── one program on one device and on two ranks ──

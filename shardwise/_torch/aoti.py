@@ -19,8 +19,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils._pytree import treespec_dumps as treespec_dumps
 from torch.utils._pytree import treespec_loads as treespec_loads
 
-from .compiler import HAS_KEYS
-
 
 def compile_package(program: Any, path: str, settings: dict[str, Any]) -> None:
     """Write an exported program, compiled ahead of time, to a file (a zip archive, `*.pt2`)."""
@@ -57,7 +55,7 @@ def _numbered_dtypes() -> Any:
     and writes others, which makes float64 of float32 without an error."""
     table = importlib.import_module("torch._export.serde.serialize")._TORCH_TO_SERIALIZE_DTYPE
     numbers = {getattr(torch, name): number for number, name in _NUMBERS.items()}
-    return _with_entries(table, {} if HAS_KEYS else numbers)
+    return _with_entries(table, numbers if torch.__version__.startswith("2.11.") else {})
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed._state_dict_utils  # now: imported inside a job, its defaults would hold the job's group for ever
 from torch._ops import OpOverload
 
 import shardwise._torch.replacements as by

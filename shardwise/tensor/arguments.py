@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import SymInt, Tensor
@@ -270,12 +271,15 @@ class Quickest:
     __slots__ = ("func", "owner", "used")
 
     def __init__(self, owner: Any, func: Any) -> None:
-        self.owner, self.func, self.used = owner, func, False
+        # weakly: caches that are emptied let go of layouts, and of meshes with their groups, at once
+        self.owner, self.func, self.used = ref(owner), func, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.used:
-            self.owner.call = _quickest(self.func, args, kwargs)
-            return self.owner.call(*args, **kwargs)
+            call, owner = _quickest(self.func, args, kwargs), self.owner()
+            if owner is not None:
+                owner.call = call
+            return call(*args, **kwargs)
         self.used = True  # most calls that are made once are not made again
         return raw_call(self.func)(*args, **kwargs)
 

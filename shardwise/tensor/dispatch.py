@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import SymInt, Tensor
@@ -126,6 +127,7 @@ class Known:
     """
 
     __slots__ = (
+        "__weakref__",
         "call",
         "decision",
         "edits",
@@ -174,12 +176,12 @@ class Exact:
     tensors. Numbers are no part of a key, so they are looked at here; so are replicated tensors without dims, on hosts.
     """
 
-    __slots__ = ("call", "divisor", "known", "layouts", "places", "spread")
+    __slots__ = ("__weakref__", "call", "divisor", "known", "layouts", "places", "spread")
 
     def __init__(self, known: Known, given: Arguments) -> None:
         row, self.known, self.call = known.operator.row, known, known.call
         if isinstance(self.call, Quickest):
-            self.call.owner = self
+            self.call.owner = ref(self)
         self.divisor = None if row is None or row.divisor is None else known.schema.names.index(row.divisor)
         self.layouts = list(given.layouts)
         for index, _, want in known.decision.moves:

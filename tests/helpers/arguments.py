@@ -227,6 +227,7 @@ SAID = {"grad_placements": "placements", "mesh_dim": "axis", "mesh_shape": "axis
 #: Those that nobody calls, and why.
 NOT_CALLED = {
     **{f"DTensor.{name}": "refused whatever is given" for name in ("apply_", "map_", "map2_", "share_memory_", "storage")},
+    "Layout.interval": "for kernels, which go through the factors of a layout",
     "Layout.shard": "for kernels, which go through the factors of a layout",
     "Layout.shard_at": "so is this",
     "Package": "made by load_package",

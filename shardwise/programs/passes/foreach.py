@@ -118,7 +118,8 @@ def as_vectors(graph: Graph) -> int:
             elements = graph.call_function(aten.unbind.int, (vector,))
         for user in list(node.users):
             user.args = (elements, user.args[1])
-        vectors[elements, len(node.args[0])] = vector
+        count_of = next(len(arg) for arg in node.args if isinstance(arg, list | tuple))  # the first may be a number
+        vectors[elements, count_of] = vector
         graph.erase_node(node)
         count += 1
     return count + _as_scalars(graph, vectors)

@@ -38,7 +38,8 @@ def test_an_optimizers_scalars_are_no_part_of_a_key(words: dict[str, bool]) -> N
 
 def test_scalars_enter_by_type_only() -> None:
     x = sw.ones(4, mesh=MESH, placements=[Shard(0), Replicate()])
-    torch.clamp(x * 1.5, min=0.5)
+    for _ in range(2):  # the quickest call of an operator is looked for the second time
+        torch.clamp(x * 1.5, min=0.5)
     before = sw.cache_info().size
     for i in range(50):
         torch.clamp(x * (i + 0.5), min=i + 0.25)
