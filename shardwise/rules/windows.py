@@ -217,6 +217,7 @@ def _placed(layout: Layout, plane: Plane, role: str) -> Layout:
 
 
 def each_dim(value: Any, count: int) -> list[int]:
+    """An argument such as a stride, for each of so many dims: one number stands for all."""
     several = list(value) if isinstance(value, list | tuple) else [value]
     return several * count if len(several) == 1 else several
 

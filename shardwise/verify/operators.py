@@ -102,14 +102,12 @@ def check_operator(name: str, sweep: Sweep) -> Verdict:
             return Verdict(name, "no samples")
         if any(is_random(case) for case in run):
             return Verdict(name, "random")
-        counts: Counter[str] = Counter()
         with trace_comm() as log:
-            for number, case in enumerate(chosen(run, SAMPLES)):
-                for outcome, text in _check_case(case, sweep, number):
-                    counts[outcome] += 1
-                    if outcome != "right" and (not verdict.text or (outcome == "WRONG" and verdict.outcome != "WRONG")):
-                        verdict.outcome, verdict.text = outcome, text
-    verdict.counts = dict(counts)
+            found = [pair for number, case in enumerate(chosen(run, SAMPLES)) for pair in _check_case(case, sweep, number)]
+    failed = [pair for pair in found if pair[0] != "right"]
+    if failed:
+        verdict.outcome, verdict.text = next((pair for pair in failed if pair[0] == "WRONG"), failed[0])
+    verdict.counts = dict(Counter(outcome for outcome, _ in found))
     verdict.gathered, verdict.decomposed = sorted(set(log.fallbacks)), sorted(set(log.decomposed))
     return verdict
 

@@ -126,18 +126,16 @@ def trials(sample: Sample, rule: Rule) -> Iterator[Trial]:
     """Everything that is tried of a sample."""
     candidates = _candidates(sample, rule)
     for mesh in meshes():
+        chosen: list[tuple[tuple[Candidate, ...], tuple[int, ...] | None]]
         if mesh.ndim == 1:
-            for candidate in candidates:
-                for sizes in (None, (*(0,) * (mesh.size() - 1), -1)):
-                    placed = _placed((candidate,), sample, mesh, sizes)
-                    if placed is not None:
-                        yield Trial(sample, mesh, placed, (candidate,))
+            chosen = [((one,), sizes) for one in candidates for sizes in (None, (*(0,) * (mesh.size() - 1), -1))]
         else:
             pairs = list(itertools.product(candidates, repeat=2))
-            for pair in random.Random(0).sample(pairs, min(PAIRS, len(pairs))):
-                placed = _placed(pair, sample, mesh, None)
-                if placed is not None:
-                    yield Trial(sample, mesh, placed, pair)
+            chosen = [(pair, None) for pair in random.Random(0).sample(pairs, min(PAIRS, len(pairs)))]
+        for by_axis, sizes in chosen:
+            placed = _placed(by_axis, sample, mesh, sizes)
+            if placed is not None:
+                yield Trial(sample, mesh, placed, by_axis)
         for number, placements in enumerate(_placements(sample.tensors, mesh)):
             yield Trial(sample, mesh, placements, None, number)
 
