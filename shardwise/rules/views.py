@@ -406,8 +406,8 @@ def _slices(tools: Toolbox, op: Any, x: Tensor, sizes: Any = None, dim: int = 0)
         dim = sizes or 0
         return [aten.select.int(x, dim, i) for i in range(x.shape[dim])]
     total = x.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, total - i) for i in range(0, total, sizes)] if total else [0]
+    if not isinstance(sizes, list | tuple):  # a symbolic size is specialised
+        sizes = [min(int(sizes), total - i) for i in range(0, total, int(sizes))] if total else [0]
     stops = list(accumulate(sizes))
     return [aten.slice.Tensor(x, dim, stop - n, stop) for n, stop in zip(sizes, stops, strict=True)]
 

@@ -72,9 +72,9 @@ def _with_starts(runs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
 def held(local: Tensor, layout: Layout) -> list[tuple[Box, Tensor]]:
     """The boxes that lie in this process, each with the local tensor that it lies in: a rank's own, or all simulated ranks'."""
     if layout.partials:
-        partials = " and ".join(f"a {kind} over {axis}" for axis, kind in layout.partials)
+        partials = " and ".join(f"Partial({kind}) over {axis}" for axis, kind in layout.partials)
         raise OperatorError(
-            f"torch.distributed.checkpoint: {layout} is partial {partials}, so no rank holds its values; store "
+            f"torch.distributed.checkpoint: {layout} is {partials}, so no rank holds its values; store "
             "x.redistribute(placements=x.layout.reduced()), and load into a tensor with Shard and Replicate placements only"
         )
     mesh, found = layout.mesh, list[tuple[Box, Tensor]]()

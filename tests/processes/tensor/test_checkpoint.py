@@ -325,7 +325,7 @@ def test_a_shard_is_refused_in_a_smaller_job_and_without_one(pool: Any, tmp_path
     for found in pool(2).run(load_from, tmp_path, 0):
         assert all("and this is rank" in text and TOLD in text for text in found.values())
     with pytest.raises(WorldError, match="and this is a process without a job; load it on the rank that saved it"):
-        torch.load(tmp_path / "shard.0", weights_only=False)
+        torch.load(tmp_path / "cut.0", weights_only=False)
     x = torch.load(tmp_path / "copies.3", weights_only=True)["x"]
     assert torch.equal(x.detach().full_tensor(), values((4, 6)))
 
