@@ -382,8 +382,8 @@ def _values(x: DTensor) -> str:
         return local
     runs = [[f"{start}:{stop}" for start, stop in layout.runs(dim, place)] for dim in range(layout.ndim)]
     part = f"[{', '.join('+'.join(several) or 'nothing' for several in runs)}]" if runs else "it"
-    pending = "".join(f", Partial({kind}) over {axis}" for axis, kind in layout.partials)
-    return f"rank {mesh.root.ranks[place]} holds {part}{pending}; x.full_tensor() on every rank has the whole:\n{local}"
+    partials = "".join(f", Partial({kind}) over {axis}" for axis, kind in layout.partials)
+    return f"rank {mesh.root.ranks[place]} holds {part}{partials}; x.full_tensor() on every rank has the whole:\n{local}"
 
 
 def _plain_tangent(tangent: Tensor, form: Any, expected_type: Any = None) -> Any:

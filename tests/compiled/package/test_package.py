@@ -339,7 +339,7 @@ def refused(function: Callable[..., Any], *args: Any, mesh: sw.Mesh) -> str:
     return str(caught.value)
 
 
-def test_unequal_pieces_are_refused_by_name() -> None:
+def test_unequal_shards_are_refused_by_name() -> None:
     mesh = sw.init_mesh(tp=2)
     x, odd = sw.ones(4, 6, mesh=mesh, placements=[Shard(0)]), sw.ones(5, 6, mesh=mesh, placements=[Shard(0)])
     unequal = (

@@ -221,7 +221,7 @@ def test_one_rank_compiles_and_the_others_load(cold: Pool, folder: str) -> None:
     assert list(kernels(folder)) == [leader], "no other rank ran the C++ compiler on a kernel"
 
 
-def test_uneven_pieces_are_compiled_once_for_each_shape(cold: Pool, folder: str) -> None:
+def test_uneven_shards_are_compiled_once_for_each_shape(cold: Pool, folder: str) -> None:
     reports = [report for report, _ in cold.run(run_train, folder, 10, timeout=300.0)]
     assert hows(reports) == {"compiled": 2, "loaded": 2}
     assert reports[3][0][1] == "compiled", "3, 3, 3 and 1 rows"

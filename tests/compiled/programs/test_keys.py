@@ -125,7 +125,7 @@ def test_keys_without_a_distributed_input(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(set(keys)) == len(keys)
 
 
-def test_uneven_pieces_are_keyed_by_coordinate() -> None:
+def test_uneven_shards_are_keyed_by_coordinate() -> None:
     def key(rank: int, rows: int) -> str:
         with fake_job(rank, 4):
             x = sw.distribute_tensor(torch.ones(rows, 4), sw.init_mesh(tp=4), [Shard(0)])

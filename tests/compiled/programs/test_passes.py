@@ -347,7 +347,7 @@ def test_steps_say_what_they_serve(job: Any) -> None:
     assert "in over_tp" in node.meta["stack_trace"]
 
 
-def test_a_move_of_unequal_pieces_stays_whole(job: Any) -> None:
+def test_a_move_of_unequal_shards_stays_whole(job: Any) -> None:
     traced = trace(uneven, job(), dynamo=True)
     assert starts(traced.improved[0])["move"] > 0
     left_out = {"merge_moves", "reduce_later", "bucket"} - set(traced.changes[0])

@@ -217,7 +217,7 @@ def test_what_draws_is_the_same_on_every_rank_and_in_the_order_of_the_calls() ->
         assert forward.count("torch.ops.shardwise.draw.default(") == (1 if table else 2)
 
 
-def test_pieces_whose_shapes_nobody_can_compare() -> None:
+def test_shards_whose_shapes_nobody_can_compare() -> None:
     mesh = sw.init_mesh(tp=2)
     local = sw.Bundle([torch.ones(2), torch.ones(2)])
     even = torch.compile(lambda x: DTensor.from_local(x, mesh, [Shard(0)]), backend="aot_eager", fullgraph=True)(local)
@@ -406,7 +406,7 @@ def write_after_cutting(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return cut.full_tensor(), x.full_tensor()
 
 
-def test_a_cut_does_not_follow_what_it_was_cut_from(pool: Any) -> None:
+def test_a_shard_does_not_follow_its_source(pool: Any) -> None:
     for rows in (6, 5, 7):  # the second is traced for all sizes, until its uneven shards say that it cannot be
         for cut, x in pool(2).run(write_after_cutting, rows):
             assert torch.equal(10 * cut, x) and x.tolist() == [10.0 * (i + 1) for i in range(rows)]

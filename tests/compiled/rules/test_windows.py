@@ -39,13 +39,13 @@ def programs(rows: int, alike: bool, net: Any = loss, run: Any = small_net) -> t
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_equal_pieces_make_one_program(ranks: int, pool: Any) -> None:
+def test_equal_shards_make_one_program(ranks: int, pool: Any) -> None:
     for same, batches in pool(ranks).run(programs, 16, True):
         assert len(same) == 2, "ranks compiled different programs"
         assert batches == [3, 5]  # rows of each operator; again for two weights, and gradients of three planes
 
 
-def test_pieces_of_any_sizes(pool: Any) -> None:
+def test_shards_of_any_sizes(pool: Any) -> None:
     for _, batches in pool(2).run(programs, 13, False):
         assert batches == [3, 5]
 

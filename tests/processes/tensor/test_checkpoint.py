@@ -137,7 +137,7 @@ def try_partial(path: Path) -> list[str]:
     return told
 
 
-def test_pending_values_are_refused(pool: Any, tmp_path: Path) -> None:
+def test_partial_values_are_refused(pool: Any, tmp_path: Path) -> None:
     for rank in pool(2).run(try_partial, tmp_path):
         for text in rank:
             assert "f32[3 | sum@a] is Partial(sum) over a, so no rank holds its values; store x.redistribute(" in text
@@ -340,7 +340,7 @@ def test_a_simulated_tensor_is_whole_in_every_process(pool: Any, tmp_path: Path)
     assert pool(2).run(load_simulated, tmp_path / "file") == [True, True]
 
 
-def test_a_pickle_of_other_pieces_is_refused() -> None:
+def test_a_pickle_of_other_shards_is_refused() -> None:
     x = made(sw.init_mesh(a=2, b=2))["twice"]
     rebuild, (local, layout, *rest) = x.__reduce_ex__(2)
     assert torch.equal(rebuild(local, layout, *rest).full_tensor(), values((4, 6)))

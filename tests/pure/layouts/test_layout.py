@@ -47,7 +47,7 @@ def _product(numbers: Any) -> int:
 
 @settings(deadline=None)
 @given(drawn_layouts())
-def test_the_pieces_are_the_whole(layout: Layout) -> None:
+def test_the_shards_are_the_whole(layout: Layout) -> None:
     for dim in range(layout.ndim):
         axes = layout.axes_of(dim)
         held = Counter(i for place in layout.mesh.peers(0, axes) for lo, hi in layout.runs(dim, place) for i in range(lo, hi))

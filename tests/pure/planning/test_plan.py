@@ -31,7 +31,7 @@ def test_plans_keep_their_promises(sizes: tuple[int, ...], shape: tuple[int, int
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 8), (2, 2, 2), (2, 4)], ids=str)
-def test_cuts_are_moved_at_the_lower_bound_in_one_collective(sizes: tuple[int, ...]) -> None:
+def test_shards_are_moved_at_the_lower_bound_in_one_collective(sizes: tuple[int, ...]) -> None:
     for have, want in pairs(mesh_of(*sizes), (16384, 16384), SHARDED, 60):
         plan = sw.plan(have, want)
         assert plan.bytes == plan.lower_bound and plan.collectives <= 1, plan
@@ -108,7 +108,7 @@ def test_replicas_share_slow_links() -> None:
     assert plan.cost < 0.8 * direct.cost
 
 
-def test_whole_tensors_are_cut_without_communication() -> None:
+def test_whole_tensors_are_sharded_without_communication() -> None:
     mesh = mesh_of(4, 2, 8)
     whole_ = sw.layout((16384, 16384), mesh, [R, R, R])
     for want in layouts(mesh, (16384, 16384), SHARDED):

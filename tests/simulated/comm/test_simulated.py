@@ -48,7 +48,7 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_an_operator_runs_on_each_piece(function):
+def test_an_operator_runs_on_each_shard(function):
     x = bundle(2, 3)
     assert_pieces(function(x), [function(shard) for shard in x.shards])
 
@@ -61,13 +61,13 @@ def test_operators_with_several_outputs():
     assert_pieces(x.split(3)[1], [shard.split(3)[1] for shard in x.shards])
 
 
-def test_pieces_may_differ_in_shape():
+def test_shards_may_differ_in_shape():
     x = Bundle([torch.ones(2, 3), torch.ones(0, 3), torch.ones(1, 3)])
     assert x.shape == (2, 3)
     assert_pieces(x.sum(0), [torch.full((3,), 2.0), torch.zeros(3), torch.ones(3)])
 
 
-def test_in_place_operators_write_to_the_pieces_and_return_their_argument():
+def test_in_place_operators_write_to_the_shards_and_return_their_argument():
     x, y = bundle(2, 3), bundle(2, 3)
     shards = x.shards
     assert x.add_(1) is x
@@ -93,7 +93,7 @@ def test_lists_are_written_in_place():
     assert_pieces(x, [shard * 2 for shard in bundle(2, 3).shards])
 
 
-def test_a_view_shares_the_memory_of_the_pieces():
+def test_a_view_shares_the_memory_of_the_shards():
     x = bundle(2, 3)
     x.view(-1)[2:].zero_()
     assert all(shard.view(-1)[2:].eq(0).all() for shard in x.shards)
@@ -130,7 +130,7 @@ def test_bundles_of_different_worlds_do_not_mix():
         Bundle([])
 
 
-def test_autograd_is_that_of_each_piece():
+def test_autograd_is_that_of_each_shard():
     x, w = bundle(4, 3, requires_grad=True), torch.randn(3, 2, requires_grad=True)
     y = torch.nn.functional.gelu(x @ w.detach()).square()
     y[1:].sum().backward()
@@ -183,7 +183,7 @@ def test_copies(copied, requires_grad):
     assert_pieces(x.detach(), x.shards)
 
 
-def test_repr_lists_the_pieces():
+def test_repr_lists_the_shards():
     assert repr(Bundle([torch.zeros(1), torch.ones(1)])) == "Bundle(\n  0: tensor([0.])\n  1: tensor([1.])\n)"
     assert "grad_fn" in repr(bundle(2, requires_grad=True) * 2)
     with pytest.raises(AttributeError, match="no attribute 'colour'"):

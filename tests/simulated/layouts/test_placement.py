@@ -70,7 +70,7 @@ def test_placements_say_all(seed: int) -> None:
     check_round_trip(*sample(seed))
 
 
-def test_every_order_and_every_uneven_cut_of_one_dim() -> None:
+def test_every_order_and_every_uneven_sharding_of_one_dim() -> None:
     for sizes in MESHES:
         mesh = sw.init_mesh(**sizes)
         for count, size in itertools.product(range(1, mesh.ndim + 1), (0, 1, 5, 12)):

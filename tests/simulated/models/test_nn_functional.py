@@ -139,7 +139,7 @@ def test_attention_that_is_computed_from_its_parts(mesh: Mesh) -> None:
             check(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), tensors, mesh, placements)
 
 
-def test_attention_over_cut_heads_communicates_nothing(mesh: Mesh) -> None:
+def test_attention_over_sharded_heads_communicates_nothing(mesh: Mesh) -> None:
     cut = [distributed(randn(2, 6, 3, 4), mesh, [Shard(1)] + [R] * (mesh.ndim - 1)) for _ in range(3)]
     grouped = [cut[0], *(distributed(randn(2, 3, 3, 4), mesh, [Shard(1)] + [R] * (mesh.ndim - 1)) for _ in range(2))]
     for x in (*cut, *grouped):
@@ -218,7 +218,7 @@ def test_cross_entropy_with_probabilities(mesh: Mesh) -> None:
         check(F.cross_entropy, (randn(5, 3), randn(3, 5).T.softmax(1)), mesh, placements)
 
 
-def test_cross_entropy_leaves_cut_logits_where_they_are(mesh: Mesh) -> None:
+def test_cross_entropy_leaves_sharded_logits_where_they_are(mesh: Mesh) -> None:
     logits = distributed(randn(64, 40), mesh, [Shard(1)] + [R] * (mesh.ndim - 1)).requires_grad_()
     target = torch.arange(64) % 40
     with sw.trace_comm() as log:
@@ -296,7 +296,7 @@ def test_writing_by_index(mesh: Mesh) -> None:
         equal(x, dense, f"{placement}")
 
 
-def test_looking_up_in_a_large_cut_table_moves_what_is_found(mesh: Mesh) -> None:
+def test_looking_up_in_a_large_sharded_table_moves_what_is_found(mesh: Mesh) -> None:
     table = distributed(randn(3000, 8), mesh, [Shard(0)] + [R] * (mesh.ndim - 1))
     rows = torch.tensor([1, 2999, 1500])
     for find in (lambda: table[rows], lambda: table.index_select(0, rows), lambda: F.embedding(rows, table)):

@@ -72,7 +72,7 @@ def test_halo(before: int, after: int, wrap: bool) -> None:
     assert uses == 22 + 2 * (before + after) * (3 if wrap else 2)
 
 
-def test_a_halo_longer_than_a_piece_is_refused() -> None:
+def test_a_halo_longer_than_a_shard_is_refused() -> None:
     with pytest.raises(OperatorError, match=r"3 rows before and 1 after, of a shard with 2 rows in dim 0.*larger shards"):
         p2p.halo_exchange(numbered(3, 2), 0, 3, 1, mesh=RING)
 
@@ -103,7 +103,7 @@ def test_rows_that_do_not_add_up() -> None:
         p2p.all_to_all_v(numbered(3, 2), [1, 1], mesh=RING)
 
 
-def test_a_dtensor_stands_for_its_pieces() -> None:
+def test_a_dtensor_stands_for_its_shards() -> None:
     x = sw.distribute_tensor(torch.arange(6.0), RING, [Shard(0)]).requires_grad_()
     assert [shard.tolist() for shard in p2p.shift(x).shards] == [[4, 5], [0, 1], [2, 3]]
     (p2p.shift(x, 1, wrap=False) * Bundle(torch.full((2,), i + 1.0) for i in range(3))).sum().backward(
@@ -188,7 +188,7 @@ def test_compiled(is_even: bool) -> None:
         torch.testing.assert_close(shard, same)
 
 
-def test_pieces_and_replicas() -> None:
+def test_shards_and_replicas() -> None:
     """A shift of what every rank has alike changes nothing."""
     x = sw.distribute_tensor(torch.arange(4.0), MESHES["2"], [Replicate()])
     assert all(shard.tolist() == [0, 1, 2, 3] for shard in p2p.shift(x).shards)

@@ -43,7 +43,7 @@ def test_any_number_of_stages_and_microbatches(stages: int, microbatches: int, s
 
 
 @pytest.mark.parametrize("axes", [{"pp": 2, "dp": 2}, {"dp": 2, "pp": 2}, {"dp": 2, "pp": 3, "tp": 2}], ids=str)
-def test_batches_that_are_cut(axes: dict[str, int]) -> None:
+def test_batches_that_are_sharded(axes: dict[str, int]) -> None:
     mesh = sw.init_mesh(**axes)
     dense, (x, y) = perceptrons(axes["pp"]), data(16)
     pipe = beside_one_device(dense, mesh, (x, y), placements={"dp": Shard(0)}, microbatches=4)
@@ -54,7 +54,7 @@ def test_batches_that_are_cut(axes: dict[str, int]) -> None:
         same_gradients(pipe, dense, "given as DTensors")
 
 
-def test_microbatches_of_a_cut_batch_do_not_move() -> None:
+def test_microbatches_of_a_sharded_batch_do_not_move() -> None:
     mesh = sw.init_mesh(pp=2, dp=2)
     x, y = data(16)
     counts = []
@@ -74,7 +74,7 @@ def test_microbatches_of_a_cut_batch_do_not_move() -> None:
     )
 
 
-def test_parameters_that_are_cut_like_the_batch() -> None:
+def test_parameters_that_are_sharded_like_the_batch() -> None:
     """A partial gradient would be larger than the parameter's shard: it is reduced for each microbatch."""
     mesh, dense, (x, y) = sw.init_mesh(pp=2, dp=2), perceptrons(2), data(16)
     stages = copy.deepcopy(dense)

@@ -120,7 +120,7 @@ def test_shards_differ_and_replicas_agree() -> None:
     assert not (drawn[0] == drawn[2]).any()
 
 
-def test_no_rank_makes_more_than_its_piece() -> None:
+def test_no_rank_makes_more_than_its_shard() -> None:
     """What a rank makes of a tensor that no machine could hold."""
     layout = sw.layout((2**40, 2**20), MESHES[2], [Shard(0, (2**40 - 5, 0, 3, 2))])
     assert box(layout).at(2) == ((2**60 - 5 * 2**20,), (3 * 2**20,), (1,))
@@ -128,7 +128,7 @@ def test_no_rank_makes_more_than_its_piece() -> None:
     assert box(tall).at(3) == ((0, 5), (2**30, 1), (6, 1))
 
 
-def test_orthogonal_stays_orthogonal_when_cut() -> None:
+def test_orthogonal_stays_orthogonal_when_sharded() -> None:
     for mesh in MESHES:
         for placements in ([Shard(0)] * mesh.ndim, [Shard(1)] * mesh.ndim):
             q = torch.nn.init.orthogonal_(torch.nn.Parameter(sw.zeros(10, 7, mesh=mesh, placements=placements))).full_tensor()

@@ -76,7 +76,7 @@ def test_every_rank_gets_what_it_lacks_and_no_more(shape: tuple[int, ...]) -> No
             assert set(log.counts()) <= {"all_to_all"} and len(log.records) == (log.bytes > 0), about
 
 
-def test_pending_values_are_reduced_on_the_way() -> None:
+def test_partial_values_are_reduced_on_the_way() -> None:
     x = torch.arange(24.0).view(6, 4)
     for one, other in [("4x2", "2x4"), ("2x4", "6"), ("4", "2x4"), ("2x2x2", "disjoint 8"), ("4x2", "3x2 partly the same")]:
         for have, want in pairs((6, 4), MESHES[one], MESHES[other], 25, partial=True):
@@ -143,7 +143,7 @@ def test_copies_send_alike(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ..
         assert sum(loads) == d.numel() * (8 if placements == [Replicate()] else 1)
 
 
-def test_copies_of_each_piece_send_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_each_shard_send_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     d = sw.distribute_tensor(torch.randn(32, 4), A, {"b": Shard(0)})
     loads = sent(monkeypatch, d, FAR, [Replicate()])
     assert [loads[rank] for rank in A.ranks] == [128] * 8

@@ -174,7 +174,7 @@ def test_policies_by_size_region_and_function() -> None:
         remat(function, torch.ones(3, 4), save="matmuls")  # type: ignore[arg-type]
 
 
-def test_bytes_of_a_distributed_result_are_those_of_the_largest_piece() -> None:
+def test_bytes_of_a_distributed_result_are_those_of_the_largest_shard() -> None:
     mesh = sw.init_mesh(tp=2)
     sizes: list[int] = []
 

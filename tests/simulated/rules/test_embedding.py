@@ -63,7 +63,7 @@ def test_a_table_of_bags_stays_where_it_is(mode: str, placement: Any, result: An
     equal(x.grad, dense.grad, f"gradient of {mode}")
 
 
-def test_an_index_out_of_the_table_is_refused_wherever_it_is_cut() -> None:
+def test_an_index_out_of_the_table_is_refused_wherever_it_is_sharded() -> None:
     for placement in (Shard(0), Shard(1)):
         with pytest.raises((RuntimeError, IndexError)):
             F.embedding_bag(torch.tensor([[1, 10]]), spread(torch.ones(10, 4), [placement]))

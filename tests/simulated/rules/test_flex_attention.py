@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("mesh", "placements"), [("2", [Shard(0)]), ("2", [Shard(1)]), ("2x2", [Shard(1), Shard(0)]), ("2", [Shard(2)])]
 )
-def test_flex_attention_of_batch_heads_or_queries_cut(mesh: str, placements: Any) -> None:
+def test_flex_attention_of_batch_heads_or_queries_sharded(mesh: str, placements: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 4, 8, 4, generator=generator) for _ in range(3))
     slopes = torch.randn(4, generator=generator)

@@ -58,7 +58,7 @@ def test_an_index_without_dims(name: str) -> None:
     same_everywhere(function, *tensors)
 
 
-def test_adding_one_value_at_cut_indices_adds_the_rest_once() -> None:
+def test_adding_one_value_at_sharded_indices_adds_the_rest_once() -> None:
     """Neither what is added to nor the value has the dim of the indices."""
     for value in (torch.tensor(5.0), torch.tensor([5.0])):
         same_everywhere(lambda x, i, v: x.index_put((i,), v, accumulate=True), GRID, torch.tensor([2, 4]), value)

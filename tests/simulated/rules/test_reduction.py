@@ -101,7 +101,7 @@ SMALL: dict[str, tuple[Callable[[Any], Any], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_cut_dim_is_not_gathered(name: str) -> None:
+def test_a_sharded_dim_is_not_gathered(name: str) -> None:
     function, counts = SMALL[name]
     x = distributed(torch.randn(12, 64), sw.init_mesh(tp=4), [Shard(0)])
     with sw.trace_comm() as log:
@@ -110,7 +110,7 @@ def test_a_cut_dim_is_not_gathered(name: str) -> None:
     assert all(record.bytes <= 64 * 4 * 4 for record in log.records), str(log)
 
 
-def test_layer_norm_reduces_a_pending_gradient_once() -> None:
+def test_layer_norm_reduces_a_partial_gradient_once() -> None:
     mesh = sw.init_mesh(tp=2)
     x, w = (distributed(t, mesh, [Replicate()]).requires_grad_() for t in (torch.randn(6, 4), torch.rand(4)))
     out = F.layer_norm(x, (4,), w, w)
@@ -131,7 +131,7 @@ ORDERED = [name for name, row in TABLE.items() if row.passes in ("up", "down") a
 
 @pytest.mark.parametrize("name", [name for name in ORDERED if name != "aten.bitwise_not"])  # floats only
 @pytest.mark.parametrize("kind", ["max", "min"])
-def test_a_pending_extreme_passes(name: str, kind: str) -> None:
+def test_a_partial_extreme_passes(name: str, kind: str) -> None:
     x = torch.linspace(-2, 2, 10).view(5, 2)
     x[1, 0] = math.nan
     function, mesh = _increasing(name), MESHES["2x2"]
@@ -142,7 +142,7 @@ def test_a_pending_extreme_passes(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sum", "avg", "max", "min", "product"])
-def test_writing_to_a_pending_tensor_writes_the_value(kind: str) -> None:
+def test_writing_to_a_partial_tensor_writes_the_value(kind: str) -> None:
     x, mesh = torch.tensor([[1.0, 2.0, 4.0]] * 2), MESHES["2x2"]
     source = distributed(x.flip(1), mesh, [Partial(), Shard(0)])
     for write in (
@@ -161,14 +161,14 @@ def test_writing_to_a_pending_tensor_writes_the_value(kind: str) -> None:
         equal(target, dense, f"{kind}")
 
 
-def test_a_pending_sum_of_bools_is_reduced_before_it_becomes_a_number() -> None:
+def test_a_partial_sum_of_bools_is_reduced_before_it_becomes_a_number() -> None:
     mesh = MESHES["2"]
     ones = sw.DTensor.from_local(sw.Bundle([torch.tensor([True, False])] * 2), mesh, [Partial()])
     for function in (lambda t: t * 1.0, lambda t: t.float(), lambda t: t + torch.zeros(2), lambda t: t.sum()):
         equal(function(ones), function(torch.tensor([True, False])), "True + True is True")
 
 
-def test_extremes_of_integers_are_not_negated_while_pending() -> None:
+def test_extremes_of_integers_are_not_negated_while_partial() -> None:
     x = torch.tensor([0, 1, 2], dtype=torch.uint8)
     shards = sw.Bundle([x, torch.zeros_like(x)])
     equal(-sw.DTensor.from_local(shards, MESHES["2"], [Partial("max")]), -x, "uint8 wraps around")
@@ -191,7 +191,7 @@ def test_most_shards_may_be_empty(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp"])
-def test_a_cut_dim_without_elements(name: str) -> None:
+def test_a_sharded_dim_without_elements(name: str) -> None:
     x = torch.randn(3, 0)
     d = distributed(x, sw.init_mesh(a=2), [Shard(1)]).requires_grad_()
     got = getattr(torch, name)(d, 1)

@@ -161,7 +161,7 @@ def test_autocast() -> None:
         assert sw.ring_attention(given[0].bfloat16(), *given[1:]).dtype is torch.bfloat16
 
 
-def test_pending_values_are_reduced_first() -> None:
+def test_partial_values_are_reduced_first() -> None:
     given, mesh = tensors(4), sw.init_mesh(dp=2, sp=2)
     spread = [sw.distribute_tensor(x, mesh, {"sp": Shard(2)}).redistribute(placements=[Partial(), Shard(2)]) for x in given]
     same([sw.ring_attention(*spread).full_tensor()], dense(given)[:1])

@@ -65,7 +65,7 @@ LINEAR: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_nothing_pending_passes_by_a_number_that_is_not_finite_or_divides_by_0(name: str) -> None:
+def test_no_partial_value_passes_by_a_number_that_is_not_finite_or_divides_by_0(name: str) -> None:
     function, tensors = LINEAR[name]
     options = (Partial(), Partial("max"), Replicate(), Shard(0))
     for number, placements in itertools.product(NUMBERS, itertools.product(options, repeat=len(tensors))):

@@ -132,7 +132,7 @@ def test_what_is_moved(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sum", "avg", "max", "min", "product"])
-def test_pending_values_pass_where_values_are_only_placed(kind: str) -> None:
+def test_partial_values_pass_where_values_are_only_placed(kind: str) -> None:
     x = filled(2, 3, 4, 4)
     nearest = [lambda t: F.interpolate(t, scale_factor=0.5), lambda t: F.interpolate(t, size=3, mode="nearest-exact")]
     for function in (*nearest, lambda t: F.pad(t, (1, -2)), lambda t: F.unfold(t, 2, stride=2)):

@@ -83,7 +83,7 @@ def calls(chance: random.Random) -> Iterator[tuple[Callable[..., Any], list[Tens
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_any_window_of_any_cut(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_window_of_any_sharding(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.rules.windows._seconds", lambda *_: -1.0)  # whatever it costs
     sw.cache_clear()
     chance, sent = random.Random(mesh.size()), 0
@@ -130,7 +130,7 @@ def test_only_rows_at_the_borders_are_sent(name: str) -> None:
     assert back.bytes == rows * row and set(back.counts()) <= {"p2p"}, back  # weights are not asked for
 
 
-def test_a_kernel_that_is_longer_than_pieces_asks_more_than_the_neighbours() -> None:
+def test_a_kernel_that_is_longer_than_shards_asks_more_than_the_neighbours() -> None:
     x, weight = torch.randn(1, 2, 12, 3), torch.randn(2, 2, 11, 1)
     placements = [[Shard(2)], [Replicate()]]
     result, there, _ = both(lambda a, w: F.conv2d(a, w, padding=(5, 0)), [x, weight], sw.init_mesh(a=6), placements, 1e-4)
@@ -157,7 +157,7 @@ def test_one_dim_by_two_axes() -> None:
         assert len(result.layout.axes_of(2)) == 2 and there.counts() == {"p2p": 1}
 
 
-def test_beside_a_cut_of_batch_or_channels() -> None:
+def test_beside_a_sharding_of_batch_or_channels() -> None:
     mesh, x, weight = sw.init_mesh(a=2, b=2), torch.randn(2, 4, 16, 4), torch.randn(4, 4, 3, 3)
     both_of = lambda a, w: F.conv2d(a, w, padding=1)  # noqa: E731
     batch, there, _ = both(both_of, [x, weight], mesh, [[Shard(0), Shard(2)], {}], 1e-4)

@@ -53,7 +53,7 @@ def test_repr_shows_the_layout_and_does_not_communicate() -> None:
     assert not log.records
 
 
-def test_to_local_is_the_bundle_of_pieces() -> None:
+def test_to_local_is_the_bundle_of_shards() -> None:
     x = values(5, 3)
     local = distributed(x, MESH, [Shard(0), Replicate()]).to_local()
     assert isinstance(local, sw.Bundle)
@@ -118,7 +118,7 @@ def test_writes_that_need_no_data_to_move_are_never_refused() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["sum", "avg", "max"])
-def test_in_place_on_a_pending_tensor_means_the_whole(write: Any, kind: str) -> None:
+def test_in_place_on_a_partial_tensor_means_the_whole(write: Any, kind: str) -> None:
     x = values(5, 3)
     d = distributed(x.clone(), MESH, [Partial(kind), Replicate()])
     seen = d[1:]
@@ -209,7 +209,7 @@ def test_a_torch_device_mesh_is_a_mesh() -> None:
     assert (mesh.axis_sizes, mesh.ranks, mesh.world) == ({"dp": 2, "tp": 2}, (0, 1, 2, 3), "processes")
 
 
-def test_a_view_of_uneven_pieces_that_lie_otherwise_is_severed() -> None:
+def test_a_view_of_uneven_shards_that_lie_otherwise_is_severed() -> None:
     odd = sw.Bundle([torch.randn(4, 2).t(), torch.randn(4, 1).t()])
     x = DTensor.from_local(odd, sw.init_mesh(tp=2), [Shard(0)], run_check=True)
     flat = x.view(-1)

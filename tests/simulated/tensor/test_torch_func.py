@@ -91,7 +91,7 @@ def test_transforms_mean_what_they_mean_on_one_device(function: Callable[..., An
         lambda x: vmap(lambda y: y * x.sum())(x),
     ],
 )
-def test_vmap_over_a_dim_that_is_cut_or_not(function: Callable[..., Any]) -> None:
+def test_vmap_over_a_dim_that_is_sharded_or_not(function: Callable[..., Any]) -> None:
     like_dense(vmap(function), X)
     like_dense(vmap(function, in_dims=1), X.t().contiguous())
     if function(X[0]).ndim:

@@ -171,7 +171,7 @@ def test_set_shares_another_dtensor_and_refuses_plain_memory() -> None:
             call()
 
 
-def test_unscaling_reduces_pending_gradients_first() -> None:
+def test_unscaling_reduces_partial_gradients_first() -> None:
     whole = torch.tensor([1.0, 3.0])
     grad = sw.DTensor.from_local(sw.Bundle([torch.tensor([torch.inf, 2.0]), torch.tensor([1.0, 1.0])]), MESH, [Partial()])
     fine = distributed(whole, 0)

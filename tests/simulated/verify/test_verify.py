@@ -84,7 +84,7 @@ def test_splits_add_up_exactly(kind: str) -> None:
         assert ranks == 1 or not torch.equal(shards[0], shards[1])
 
 
-def test_axes_never_leave_a_tensor_pending_in_two_ways() -> None:
+def test_axes_never_leave_a_tensor_partial_in_two_ways() -> None:
     x, index = torch.randn(4, 3), torch.tensor([[2, 0, 1]] * 4)
     mesh = sw.init_mesh(a=2, b=2)
     for placements in ([Partial("product"), Shard(1)], [Shard(1), Partial("max")]):
