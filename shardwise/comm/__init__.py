@@ -17,7 +17,7 @@ In the order of imports, which go down only:
     failures          failures of one rank raise on all: a text in the job's store, and closed groups to wake ranks that wait
     agreement         ranks compare a text that must be the same on all
     delivery          messages over a process group: one launch, and tensors registered with their work
-    rank_specific     whether the program that is being traced belongs to one rank only
+    tracing           what steers a trace; whether the traced program belongs to one rank only
     processes         the transport to `torch.distributed` process groups
     pretended         the transport to a job that is not there, for tracing
     watch/            what watches communication: logs and debug mode

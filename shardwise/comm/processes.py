@@ -36,8 +36,8 @@ from .host_collectives import all_reduce as direct_all_reduce
 from .host_collectives import is_eager
 from .host_collectives import reduce_scatter as direct_reduce_scatter
 from .messages import Batch
-from .rank_specific import current, mark_specific
 from .source_lines import caller
+from .tracing import current, mark_specific
 from .transport import Assumed, Counts, Fact, alike, check_chunks
 
 _all_reduce = collectives.all_reduce.default

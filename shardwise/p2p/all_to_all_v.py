@@ -14,7 +14,7 @@ from .._torch.tensors import collectives
 from ..base.argument_checks import a_tensor, integers, optional, refuse, several
 from ..comm import Bundle, PerRank, seen, transport
 from ..comm.interception import is_watched, watched
-from ..comm.rank_specific import current
+from ..comm.tracing import current
 from ..comm.transport import Counts
 from ..errors import OperatorError
 from ..layouts.mesh import Mesh

@@ -23,7 +23,7 @@ from ..comm.failures import guarded
 from ..comm.interception import is_watched, watched
 from ..comm.messages import Batch, Shape, check_matched, check_shapes
 from ..comm.processes import varies
-from ..comm.rank_specific import current, mark_specific, only_alike, refuse_unequal
+from ..comm.tracing import current, mark_specific, refuse_unequal, steering
 from ..errors import MeshError, OperatorError
 from ..layouts.mesh import Mesh
 from ..propagation.fingerprint import LIBRARY
@@ -372,7 +372,7 @@ def _leave(sent: Sequence[Tensor], messages: Batch) -> list[Tensor]:
     place = max(transport(messages.mesh).place(messages.mesh), 0)
     if varies(messages.shapes, len(messages.mesh.ranks)):
         mark_specific(messages.shapes)
-    if messages.alone and only_alike.get():
+    if messages.alone and steering.get().only_alike:
         refuse_unequal(messages.shapes)
     dims, sizes = _sizes([messages.shape(index, place) for index in range(len(messages.shapes))])
     words = (

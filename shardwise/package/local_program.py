@@ -20,14 +20,13 @@ from .._torch.aoti import sizes_of_data
 from .._torch.compiler import local_graphs
 from .._torch.tensors import tree_flatten, tree_unflatten
 from ..comm import Bundle, seen
-from ..comm.rank_specific import only_alike, refuse_unequal
+from ..comm.tracing import refuse_unequal, tracing
 from ..errors import CompileError
 from ..layouts.mesh import Mesh
 from ..programs.passes.graph import remove_dead
 from ..programs.passes.order import improve
 from ..programs.show import FRAME
 from ..programs.training_step import traceable, whole_steps
-from ..redistribution.run import whole_moves
 from ..tensor.dtensor import DTensor
 from ..tensor.wrapping import wrap
 from .collectives import carry
@@ -101,7 +100,7 @@ class _Tracing:
         """Trace the function, and find out what its inputs and results are in the graph."""
         compiled = torch.compile(traceable(self._call), backend=self._backend, fullgraph=True, dynamic=False)
         try:
-            with torch.no_grad(), only_alike.set(True), sizes_of_data():
+            with torch.no_grad(), tracing(only_alike=True), sizes_of_data():
                 results, after = compiled(*args, **kwargs)
         except Exception as error:
             raise _cause(error) from None
@@ -123,7 +122,7 @@ class _Tracing:
     def _backend(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
         known = {id(local_of(x)) for x in self._known}
-        with whole_moves.set(True):
+        with tracing(whole_moves=True):
             run = local_graphs(gm, inputs, self._keep)
 
         def call(*given: Any) -> Any:

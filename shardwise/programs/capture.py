@@ -16,8 +16,7 @@ from torch.fx import GraphModule
 
 from .._torch.compiler import hit_recompile_limit, local_graphs
 from ..base.argument_checks import a_function
-from ..comm.rank_specific import is_of_one_rank
-from ..redistribution.run import whole_moves
+from ..comm.tracing import is_of_one_rank, tracing
 from .debug import with_checks
 from .gradients import align_leaves
 from .passes.foreach import batch
@@ -59,7 +58,7 @@ class Program:
 
     @whole_steps("captured")
     def _trace(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with whole_moves.set(True):
+        with tracing(whole_moves=True):
             return local_graphs(align_leaves(gm, inputs), inputs, self._keep, _held)
 
     def _keep(self, part: str, gm: GraphModule) -> Callable[[list[Any]], Any]:

@@ -19,11 +19,10 @@ from .._torch.compiler import keep_alive
 from .._torch.groups import AsyncTensor
 from .._torch.tensors import collectives, is_alias
 from ..base.caches import memo
-from ..base.settings import Setting
 from ..comm import PerRank, Transport, transport
 from ..comm.interception import watched
 from ..comm.policy import check
-from ..comm.rank_specific import current
+from ..comm.tracing import current, steering, tracing
 from ..comm.transport import check_shards
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh, quote
@@ -45,7 +44,7 @@ def move(local: Tensor, have: Layout, want: Layout, operator: str = "", max_byte
     steps = plan(have, want, max_bytes)
     if operator and operator != "gradient" and steps.collectives:
         check(operator, steps.bytes, lambda: f"{have} → {want}")
-    with whole_moves.set(False) if max_bytes is not None else nullcontext():  # a move does not say how much it may hold
+    with tracing(whole_moves=False) if max_bytes is not None else nullcontext():  # a move does not say how much it may hold
         return run(local, steps, operator or "redistribute", have.shape)
 
 
@@ -80,7 +79,7 @@ def run(local: Tensor, steps: Plan, operator: str, shape: Sequence[int] | None =
 def _run(local: Tensor, steps: Plan, operator: str, by: Running) -> Tensor:
     if by.traced:
         current()  # torch is patched for a trace that communicates
-    if by.traced and whole_moves.get():
+    if by.traced and steering.get().whole_moves:
         have, want = form_of(steps.have).text, form_of(steps.want).text
         return torch.ops.shardwise.move(local, by.shape, have, want, operator)
     for step in steps.steps:
@@ -90,10 +89,6 @@ def _run(local: Tensor, steps: Plan, operator: str, by: Running) -> Tensor:
 
 def _is_explicit(layout: Layout) -> bool:
     return any(part.sizes is not None for dim in form_of(layout).dims for part in dim)
-
-
-#: Whether a traced program says of a move only from where to where: graph passes then see what belongs together.
-whole_moves: Setting[bool] = Setting("whole moves", False)
 
 
 class Running(NamedTuple):
@@ -223,7 +218,7 @@ def _own(out: Tensor, x: Tensor, before: Mesh, after: Mesh) -> Tensor:
 
 def _move(x: Tensor, shape: Sequence[int], have: str, want: str, operator: str) -> Tensor:
     before, after = (Form.read(form).layout(shape, x.dtype) for form in (have, want))
-    with whole_moves.set(False):
+    with tracing(whole_moves=False):
         return _own(run(x, plan(before, after), operator, before.shape), x, before.mesh, after.mesh)
 
 

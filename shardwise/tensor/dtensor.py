@@ -21,7 +21,7 @@ from ..base.argument_checks import flag
 from ..base.caches import memo
 from ..comm import transport
 from ..comm.processes import deferred
-from ..comm.rank_specific import current
+from ..comm.tracing import current
 from ..errors import OperatorError, Unsettled
 from ..layouts.from_placements import Placements, make_layout
 from ..layouts.layout import Factor, Layout, PerRank, dense_stride, restore_layout

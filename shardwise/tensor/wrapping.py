@@ -16,7 +16,7 @@ from .._torch.compiler import untraced
 from .._torch.symbols import known, rebuilt, unseen
 from .._torch.tensors import make_wrapper
 from ..comm import transport
-from ..comm.rank_specific import mark_specific
+from ..comm.tracing import mark_specific
 from ..layouts.from_placements import make_layout
 from ..layouts.layout import Layout, SymbolicLayout, contiguous_stride
 from ..layouts.mesh import Mesh

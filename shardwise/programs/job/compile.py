@@ -26,10 +26,10 @@ from ..._torch.compiler import artifacts_of_block, compile_graph, compile_local,
 from ..._torch.patches import install_patches
 from ...base.argument_checks import a_function, flag, number, optional
 from ...comm.failures import in_job
+from ...comm.tracing import tracing
 from ...errors import CompileError
 from ...layouts.text import form_of
 from ...propagation.fingerprint import library_key
-from ...redistribution.run import whole_moves
 from ...tensor.dtensor import DTensor
 from ..gradients import align_leaves
 from ..passes.order import inductor_pass
@@ -107,7 +107,7 @@ class Backend:
         gm = align_leaves(gm, inputs)
         settings = {"post_grad_custom_pre_pass": inductor_pass(), **inductor_settings(mode, options, self.dynamic)}
         work = _Work(program_key(gm, inputs, settings), self.timeout, _shared(inputs))
-        with artifacts_of_block() as artifacts, whole_moves.set(True):
+        with artifacts_of_block() as artifacts, tracing(whole_moves=True):
             made = work.run(gm, inputs, settings, artifacts)
         _report.append(Compilation(work.key, work.how, time.monotonic() - start))
         return made

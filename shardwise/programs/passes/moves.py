@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..._torch.compiler import trace_local
+from ...comm.tracing import tracing
 from ...errors import PlanError
 from ...layouts.layout import Layout
 from ...layouts.text import Form
 from ...planning.plan import plan
-from ...redistribution.run import move, whole_moves
+from ...redistribution.run import move
 from .graph import AGAIN, CLONE, epochs, mutates, order, remove_dead, replace, value
 
 MOVE = torch.ops.shardwise.move.default
@@ -204,7 +205,7 @@ def _steps(it: Move, decompositions: dict[Any, Any] | None) -> Graph:
     def program(x: Tensor) -> Tensor:
         return move(x, have, want).contiguous()
 
-    with whole_moves.set(False):
+    with tracing(whole_moves=False):
         steps: Graph = trace_local(program, value(it.x), decompositions)
     return steps
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from ..._torch.compiler import inductor_pass as new_inductor_pass
-from ...comm.rank_specific import is_of_one_rank
+from ...comm.tracing import is_of_one_rank
 from ...propagation.fingerprint import library_key
 from .all_reduces import bucket, reduce_later
 from .graph import WAIT, is_view, mutates, release, remove_dead

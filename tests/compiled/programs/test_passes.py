@@ -24,13 +24,13 @@ import shardwise as sw
 import shardwise.programs.passes.order
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard
 from shardwise._torch.compiler import local_graphs
+from shardwise.comm.tracing import tracing
 from shardwise.layouts.text import form_of
 from shardwise.programs.gradients import align_leaves
 from shardwise.programs.passes.all_reduces import SMALL, bucket
 from shardwise.programs.passes.graph import WAIT, is_view, order
 from shardwise.programs.passes.moves import MOVE, expand_moves, merge_moves
 from shardwise.programs.passes.order import _improve, improve, inductor_pass, wait_late
-from shardwise.redistribution.run import whole_moves
 from tests.conftest import SEED
 from tests.helpers.random_programs import describe, programs
 from tests.helpers.random_programs import run as run_steps
@@ -54,7 +54,7 @@ class Traced:
         self.call = compiled if dynamo else functools.partial(self._without_dynamo, function)
 
     def _backend(self, gm: Any, inputs: Any) -> Any:
-        with whole_moves.set(True):
+        with tracing(whole_moves=True):
             return local_graphs(align_leaves(gm, inputs) if isinstance(gm, GraphModule) else gm, inputs, self._build)
 
     def _without_dynamo(self, function: Callable[..., Any], *inputs: Any) -> Any:
@@ -436,7 +436,7 @@ def test_inductor_runs_the_passes_and_keeps_its_programs(job: Any, tmp_path: Any
     for hits in (0, 1):
         torch._dynamo.reset()
         counters.clear()
-        with whole_moves.set(True), torch.no_grad():
+        with tracing(whole_moves=True), torch.no_grad():
             compiled = torch.compile(norms, fullgraph=True, options={"post_grad_custom_pre_pass": inductor_pass()})
             compiled(*inputs(mesh))
         assert counters["inductor"]["fxgraph_cache_hit"] == hits

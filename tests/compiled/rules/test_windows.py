@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 import shardwise as sw
-from shardwise.comm.rank_specific import only_alike
+from shardwise.comm.tracing import tracing
 from tests.helpers.windows_net import close, loss, small_net
 
 
@@ -30,7 +30,7 @@ def programs(rows: int, alike: bool, net: Any = loss, run: Any = small_net) -> t
 
     torch.compiler.reset()
     compiled = torch.compile(net, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
-    with only_alike.set(alike):
+    with tracing(only_alike=alike):
         run(sw.init_mesh(a=dist.get_world_size()), rows, compiled)
     texts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, [module.code for module in found])
@@ -78,7 +78,7 @@ def test_pooling_without_messages_is_one_program(ranks: int, pool: Any) -> None:
 
 
 def captured(rows: int) -> None:
-    with only_alike.set(True):
+    with tracing(only_alike=True):
         small_net(sw.init_mesh(a=2), rows, sw.capture(loss))
         check_pooled(sw.init_mesh(a=2), rows, sw.capture(pooled))
 

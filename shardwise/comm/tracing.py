@@ -1,4 +1,4 @@
-"""Whether the program that is being traced belongs to one rank only, so that no other rank may be given it.
+"""What steers a trace, and whether the traced program belongs to one rank only, so that no other rank may be given it.
 
 A traced program is the same on every rank unless a shape or a number of this rank entered it (uneven shards). Then a cache may
 keep it only under a key that names the rank's coordinate; found out too late for the key, it is not kept at all.
@@ -6,7 +6,8 @@ keep it only under a key that names the rank's coordinate; found out too late fo
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 from .._torch.compiler import tracing_context
 from .._torch.patches import install_patches
@@ -16,8 +17,24 @@ from ..base.settings import Setting
 from ..errors import CompileError
 from ..layouts.layout import Layout, PerRank
 
-#: Whether only programs that are the same on every rank may be traced.
-only_alike: Setting[bool] = Setting("only alike", False)
+
+class Steering(NamedTuple):
+    """What steers the traces of a `with tracing(...)` block.
+
+    whole_moves  a redistribution is one operator, which says from where to where: graph passes see what belongs together
+    only_alike   programs that are not the same on every rank are refused
+    """
+
+    whole_moves: bool = False
+    only_alike: bool = False
+
+
+steering: Setting[Steering] = Setting("tracing", Steering())
+
+
+def tracing(**changes: bool) -> AbstractContextManager[Steering]:
+    """A block whose traces are steered so; what is not given stays as it is around it."""
+    return steering.set(steering.get()._replace(**changes))
 
 
 class Trace:
@@ -51,7 +68,7 @@ def mark_specific(because: Any) -> None:
     """Say that what is traced now, if anything, holds something of this rank: because of a layout, or of values among which
     some differ from rank to rank."""
     trace = current()
-    if trace is not None and only_alike.get():
+    if trace is not None and steering.get().only_alike:
         refuse_unequal(because)
     if trace is not None and not trace.specific:
         trace.specific = True
