@@ -11,8 +11,7 @@ In the order of imports, which go down only:
     simulated         the transport to N ranks in this process
     absent            what a rank holds of a tensor on a mesh that it is not in: a shape without data
     host_collectives  collectives on hosts, by messages to every peer
-    listener          a process group that calls a hook before each collective, then has another group do it
-    aliases           aliases for process groups, and a hook to listen to every group behind an alias
+    aliases           aliases for process groups, and groups that call a hook before each collective of an alias
     store             the job's store: topics, signs of life, whether another rank's process has ended
     failures          failures of one rank raise on all: a text in the job's store, and closed groups to wake ranks that wait
     agreement         ranks compare a text that must be the same on all
@@ -30,7 +29,7 @@ from .policy import check, communication
 from .processes import Processes
 from .simulated import Bundle, Simulated
 from .transport import Transport
-from .watch.log import Log, Record, note_decomposed, note_fallback
+from .watch.log import Log, Record, note
 from .watch.watched import debug_mode, trace_comm
 from .worlds import init_device_mesh, init_mesh, pretend, seen, simulate, transport
 
@@ -47,8 +46,7 @@ __all__ = [
     "debug_mode",
     "init_device_mesh",
     "init_mesh",
-    "note_decomposed",
-    "note_fallback",
+    "note",
     "pretend",
     "seen",
     "simulate",

@@ -8,43 +8,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 T = TypeVar("T")
 
-
-class Watcher(Protocol):
-    """Records or replays results."""
-
-    def result(self, operator: str, key: Hashable, x: Tensor | tuple[Tensor, ...] | None, run: Callable[[], Any]) -> Any:
-        """The result of a communication of `x`, or of a draw, that `key` describes: that of `run`, or an earlier one."""
+#: Called for an operator with a key that describes its communication or draw, the tensors communicated, and what computes the
+#: result: gives that result, or an earlier one.
+Watcher = Callable[[str, Hashable, Tensor | tuple[Tensor, ...] | None, Callable[[], Any]], Any]
 
 
 class _Watchers(threading.local):
-    def __init__(self) -> None:
-        self.now: tuple[Watcher, ...] = ()
+    now: tuple[Watcher, ...] = ()
 
 
-_watchers = _Watchers()
-
-
-def watch(watcher: Watcher) -> tuple[Watcher, ...]:
-    """Put a watcher before the others of this thread; gives these."""
-    before = _watchers.now
-    _watchers.now = (*before, watcher)
-    return before
-
-
-def watch_as_before(watchers: tuple[Watcher, ...]) -> None:
-    """Restore the watchers that `watch` gave."""
-    _watchers.now = watchers
-
-
-def is_watched() -> bool:
-    """Whether this thread has a watcher."""
-    return bool(_watchers.now)
+#: The watchers of this thread, each before those that it came after.
+watchers = _Watchers()
 
 
 def watched(operator: str, key: Hashable, x: Tensor | tuple[Tensor, ...] | None, run: Callable[[], T]) -> T:
@@ -54,6 +34,6 @@ def watched(operator: str, key: Hashable, x: Tensor | tuple[Tensor, ...] | None,
     >>> watched("move", "", torch.ones(2), lambda: torch.zeros(2))
     tensor([0., 0.])
     """
-    for watcher in _watchers.now:
-        run = partial(watcher.result, operator, key, x, run)
+    for watcher in watchers.now:
+        run = partial(watcher, operator, key, x, run)
     return run()

@@ -25,16 +25,11 @@ class Line(NamedTuple):
         return f"{os.path.basename(self.path)}:{self.number}"
 
 
-_LIBRARIES = tuple(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
+#: What paths begin with that are not the user's; compilers write code to no file, or to a module of torch wherever its file is.
+_LIBRARIES = (*(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), torch.__file__)), "<eval_with_key>")
 #: Programs that this library wrote have this name in place of a file's.
 CAPTURED = "<captured program>"
 _PASSED_THROUGH = (contextlib.__file__, functools.__file__, CAPTURED)
-
-
-def _is_written(frame: FrameType) -> bool:
-    """Whether a compiler wrote the code, to a module of torch's wherever its file is, or to no file."""
-    name = frame.f_globals.get("__name__")
-    return frame.f_code.co_filename.startswith("<eval_with_key>") or (type(name) is str and name.startswith("torch."))
 
 
 def callers(most: int) -> list[Line]:
@@ -44,13 +39,13 @@ def callers(most: int) -> list[Line]:
     1
     """
     frame: FrameType | None = sys._getframe(1)
-    found = list[Line]()
-    while frame is not None and len(found) < most:
-        path = frame.f_code.co_filename
-        if not path.startswith(_LIBRARIES) and path not in _PASSED_THROUGH and not _is_written(frame):
-            found.append(Line(path, frame.f_lineno))
+    lines = list[Line]()
+    while frame is not None and len(lines) < most:
+        path, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+        if not path.startswith(_LIBRARIES) and path not in _PASSED_THROUGH and not module.startswith("torch."):
+            lines.append(Line(path, frame.f_lineno))
         frame = frame.f_back
-    return found
+    return lines
 
 
 def caller() -> Line:

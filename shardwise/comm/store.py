@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +21,8 @@ import torch.distributed as dist
 
 from .._torch.groups import job_store
 
+#: Seconds between two looks at what keeps other ranks, and the longest pause between two looks for what they leave.
+LOOK, _PAUSE = 0.1, 0.02
 #: For each job, how often each topic was opened: opening it once more is a new one, under a name that all ranks know.
 _opened: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
@@ -28,6 +32,20 @@ def topic_store(topic: str) -> Any:
     times = _opened.setdefault(dist.group.WORLD, Counter())
     times[topic] += 1
     return job_store(f"shardwise/{topic}/{times[topic]}")
+
+
+def wait_for(store: Any, keys: list[str], trouble: Callable[[float], str], seconds: float = math.inf) -> str:
+    """Wait until all keys are in a store, so many seconds at most. Nothing, or why they will not come, as `trouble` says, which
+    is now and then given the seconds waited so far."""
+    start = looked = now = time.monotonic()
+    while not store.check(keys) and now - start <= seconds:
+        now = time.monotonic()
+        if now - looked > LOOK:
+            looked = now
+            if why := trouble(now - start):
+                return why
+        time.sleep(min(_PAUSE, (now - start) / 4))
+    return ""
 
 
 def store_gone(error: Exception, remedy: str) -> str:

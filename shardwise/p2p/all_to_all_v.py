@@ -13,7 +13,7 @@ from .._torch.compiler import Function, keep_alive
 from .._torch.tensors import collectives
 from ..base.argument_checks import a_tensor, integers, optional, refuse, several
 from ..comm import Bundle, PerRank, seen, transport
-from ..comm.interception import is_watched, watched
+from ..comm.interception import watched, watchers
 from ..comm.tracing import current
 from ..comm.transport import Counts
 from ..errors import OperatorError
@@ -142,7 +142,7 @@ def _run(x: Tensor, how: _Counts) -> Tensor:
         current()  # torch is patched for a trace that communicates
     if isinstance(how.going, Tensor) and world.traced(x):
         return wait_tensor(torch.ops.shardwise.rows(x, how.going, how.coming, how.mesh.text, how.axis))
-    if is_watched() and not world.traced(x):
+    if watchers.now and not world.traced(x):
         sent = tuple(given for given in (x, how.going, how.coming) if isinstance(given, Tensor))
         return watched("p2p", (how.mesh, how.axis), sent, lambda: _now(x, how))
     return _now(x, how)

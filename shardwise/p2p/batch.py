@@ -20,7 +20,7 @@ from ..base.argument_checks import a_dtype, a_tensor, flag, instance, integer, i
 from ..comm import Bundle, PerRank, seen, transport
 from ..comm.delivery import finish
 from ..comm.failures import guarded
-from ..comm.interception import is_watched, watched
+from ..comm.interception import watched, watchers
 from ..comm.messages import Batch, Shape, check_matched, check_shapes
 from ..comm.processes import varies
 from ..comm.tracing import current, mark_specific, refuse_unequal, steering
@@ -334,7 +334,7 @@ def run(sent: Sequence[Tensor], messages: Batch) -> list[Tensor]:
     world = transport(messages.mesh, "p2p")
     if world.traced(sent[0] if sent else torch.empty(0)):
         return [wait_tensor(out) for out in _leave(sent, messages)][: len(messages.sources)]
-    if is_watched():
+    if watchers.now:
         key = (messages.mesh, messages.goals, messages.sources)
         return watched("p2p", key, tuple(sent), lambda: [wait_tensor(out) for out in world.exchange(sent, messages)])
     return [AsyncTensor(out) if type(out) is Tensor else out for out in world.exchange(sent, messages)]

@@ -13,8 +13,8 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from .._torch.tensors import OpOverload
+from ..comm.aliases import expected
 from ..comm.failures import failed
-from ..comm.listener import expect
 from ..comm.watch.log import watching
 from .assemble import assemble
 from .passes.graph import WAIT
@@ -33,7 +33,7 @@ def with_checks(graph: Graph) -> Callable[[list[Any]], Any]:
             failed(error, "a captured program")
             raise
         finally:
-            expect("", "")
+            expected.origin = ("", "")
 
     return run
 
@@ -41,5 +41,5 @@ def with_checks(graph: Graph) -> Callable[[list[Any]], Any]:
 def _before(node: Node) -> Callable[..., None] | None:
     if not isinstance(node.target, OpOverload) or node.target is WAIT or node.target.namespace != "_c10d_functional":
         return None
-    operator, line = str(node.meta.get("shardwise", "")).partition(": ")[0], line_of(node)
-    return lambda *args: expect(operator, line)
+    origin = str(node.meta.get("shardwise", "")).partition(": ")[0], line_of(node)
+    return lambda *args: setattr(expected, "origin", origin)

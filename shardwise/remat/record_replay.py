@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._torch.compiler import untraced
 from .._torch.tensors import OpOverload, TorchDispatchMode, alias, schema, tree_map_only
-from ..comm.interception import watch, watch_as_before
+from ..comm.interception import watchers
 from ..errors import RematError
 from .generators import States, devices_of, get_states, set_states
 from .names import ARGUMENT, OUTSIDE, Invocation, Names, Value, describe, facts_of_tensor, size_of, tensors, version
@@ -125,12 +125,12 @@ class BlockRun(TorchDispatchMode):
         return False  # it does, in a quicker way than torch's
 
     def __enter__(self) -> Any:
-        self._others = watch(self)
+        self._others, watchers.now = watchers.now, (*watchers.now, self.result)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        watch_as_before(self._others)
+        watchers.now = self._others
 
     @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

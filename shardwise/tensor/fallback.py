@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._torch.tensors import composite, decompositions, knows_conjugates, tree_map_only
 from ..base.schema import Schema, functional_form, schema_of
-from ..comm import check, note_decomposed, note_fallback, transport
+from ..comm import check, note, transport
 from ..errors import OperatorError
 from ..layouts.from_placements import make_layout
 from ..layouts.placement import Replicate
@@ -58,7 +58,7 @@ def decompose(tools: Toolbox, func: Any, *args: Any, **kwargs: Any) -> Any:
         out = NotImplemented
     if out is NotImplemented:
         return gather(tools, func, *args, **kwargs)
-    note_decomposed(schema_of(func).name)
+    note("decomposed", schema_of(func).name)
     return out
 
 
@@ -124,7 +124,7 @@ def gather(tools: Toolbox, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the operator on whole tensors, on every rank; its new results are replicated."""
     facts = schema_of(func)
     mesh = tools.mesh(*args, *kwargs.values())
-    note_fallback(facts.name)
+    note("fallbacks", facts.name)
     check(facts.name, 1, lambda: "it has no rule, so its inputs are gathered")
 
     def gathered(value: Any) -> Any:

@@ -94,27 +94,15 @@ def record(communication: Communication) -> None:
             log.records.append(entry)
 
 
-def note_fallback(operator: str) -> None:
-    """Write into the active logs that an operator was served by gathering its inputs.
+def note(served: str, operator: str) -> None:
+    """Write into the active logs that an operator without a rule was served by gathering its inputs (`fallbacks`) or by torch's
+    decomposition (`decomposed`).
 
     >>> from shardwise import trace_comm
     >>> with trace_comm() as log:
-    ...     note_fallback("aten.sort")
+    ...     note("fallbacks", "aten.sort")
     >>> log.fallbacks
     ['aten.sort']
     """
     for log in logs():
-        log.fallbacks.append(operator)
-
-
-def note_decomposed(operator: str) -> None:
-    """Write into the active logs that an operator was served by torch's decomposition.
-
-    >>> from shardwise import trace_comm
-    >>> with trace_comm() as log:
-    ...     note_decomposed("aten.trace")
-    >>> log.decomposed
-    ['aten.trace']
-    """
-    for log in logs():
-        log.decomposed.append(operator)
+        getattr(log, served).append(operator)

@@ -15,7 +15,6 @@ import contextlib
 import json
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -26,19 +25,16 @@ import torch.distributed as dist
 
 from ..._torch.groups import job_timeout
 from ...errors import MismatchError
+from ..agreement import by_text, named
 from ..failures import in_job
 from ..source_lines import caller
-from ..store import Heartbeat, Pulse, has_ended, store_gone, this_process, topic_store
+from ..store import LOOK, Heartbeat, Pulse, has_ended, store_gone, this_process, topic_store, wait_for
 
 T = TypeVar("T")
 #: Seconds between two signs of life of a rank.
 BEAT = 0.5
 #: Seconds that a rank stays when it leaves with an error, so that others learn of it: the store may end with its process.
 GRACE = 2.0
-#: Seconds between two looks at what keeps the others.
-LOOK = 0.1
-#: The longest pause between two looks for their intents.
-_PAUSE = 0.02
 #: Nothing is sent or received.
 _NO_MESSAGES: dict[str, list[str]] = {}
 
@@ -100,7 +96,7 @@ def difference(intents: dict[int, Intent], fields: Iterable[str]) -> str:
     if names:
         more = " If these lines are meant to meet, use sw.debug_mode(lines=False)." if names == ["line"] else ""
         return (
-            f"the ranks are about to do different communications:\n{_listed(intents)}\n"
+            f"the ranks are about to do different communications:\n{by_text(intents)}\n"
             f"They differ in {', '.join(MUST[name] for name in names)}.{more}"
         )
     for rank, other in product(intents, intents):
@@ -108,21 +104,8 @@ def difference(intents: dict[int, Intent], fields: Iterable[str]) -> str:
         if sent != expected:
             both = {rank: intents[rank]._only(other), other: intents[other]._only(rank)}
             what, instead = (" and ".join(several) or "nothing" for several in (sent, expected))
-            return f"rank {rank} is about to send {what} to rank {other}, which expects {instead}:\n{_listed(both)}"
+            return f"rank {rank} is about to send {what} to rank {other}, which expects {instead}:\n{by_text(both)}"
     return ""
-
-
-def _listed(intents: dict[int, Intent]) -> str:
-    """A line for each intent, with all ranks that left it."""
-    ranks: dict[str, list[int]] = {}
-    for rank, intent in intents.items():
-        ranks.setdefault(str(intent), []).append(rank)
-    return "\n".join(f"  {_named(several)}: {text}" for text, several in ranks.items())
-
-
-def _named(ranks: Iterable[int]) -> str:
-    several = sorted(ranks)
-    return f"rank{'s' if len(several) > 1 else ''} {', '.join(map(str, several))}"
 
 
 class Standing(NamedTuple):
@@ -133,16 +116,6 @@ class Standing(NamedTuple):
     intent: Intent
     came: dict[str, int]
     last: list[list[Any]]
-
-    def written(self) -> str:
-        """This as text."""
-        return json.dumps(self)
-
-    @staticmethod
-    def read(text: bytes) -> Standing:
-        """What such a text tells."""
-        step, intent, came, last = json.loads(text)
-        return Standing(step, Intent(*intent), came, last)
 
     def awaits(self, rank: int, other: Standing) -> bool:
         """Whether another rank has not come yet to where this one came last."""
@@ -182,28 +155,21 @@ class Session:
         self._pulses: dict[int, Pulse] = {}
         self._lock = threading.Lock()
         self._store.set(f"process/{self.rank}", this_process())
-        self._store.set(f"at/{self.rank}", Standing(0, Intent("none"), {}, []).written())
+        self._store.set(f"at/{self.rank}", json.dumps(Standing(0, Intent("none"), {}, [])))
         self._life = Heartbeat(self._store, f"beat/{self.rank}", BEAT)
         atexit.register(self._end_of_program)
 
-    def enter(self) -> None:
-        """Wait for all ranks of the job: one that left before others entered would not hear of their errors."""
-        self.agree(Intent("sw.debug_mode()", line=str(caller())), [range(dist.get_world_size())], ("kind",))
-
-    def meet(self, intent: Intent, meetings: Sequence[Iterable[int]]) -> list[dict[int, Intent]]:
-        """Leave an intent for each of several sets of ranks, this one among them; what all of each set left, when all have."""
-        with self._lock:
-            try:
-                return self._meet(intent, [",".join(map(str, sorted(ranks))) for ranks in meetings])
-            except dist.DistError as error:
-                raise MismatchError(
-                    f"rank {self.rank} was about to do {intent}, and {store_gone(error, 'look for its own error')}"
-                ) from error
-
     def agree(self, intent: Intent, meetings: Sequence[Iterable[int]], fields: Iterable[str]) -> None:
-        """Come to meetings, and raise, as all others will, if what is left there does not fit together."""
-        for intents in self.meet(intent, meetings):
-            text = difference(intents, fields)
+        """Leave an intent for each of several sets of ranks, this one among them; when all have, raise, as all others will, if
+        what they left does not fit together."""
+        try:
+            with self._lock:
+                left = self._meet(intent, [",".join(map(str, sorted(ranks))) for ranks in meetings])
+        except dist.DistError as error:
+            raise MismatchError(
+                f"rank {self.rank} was about to do {intent}, and {store_gone(error, 'look for its own error')}"
+            ) from error
+        for text in [difference(intents, fields) for intents in left]:
             if text:
                 raise MismatchError(self._blame(text))
 
@@ -214,13 +180,16 @@ class Session:
         while True:
             with contextlib.suppress(TimeoutError):
                 return given.result(LOOK)
-            why = self.failure()
-            if why:
+            if why := self.failure():
                 raise MismatchError(why)
 
     def failure(self) -> str:
         """Why some rank failed; nothing if none did."""
-        return str(self._store.get("failed").decode()) if self._store.check(["failed"]) else ""
+        return self._text("failed")
+
+    def _text(self, key: str) -> str:
+        """What a rank left in the store; nothing if it did not."""
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
 
     def leave(self, error: BaseException | None) -> None:
         """Say that this rank comes to no meeting any more. Then stay until all others have said so, since the store may end
@@ -249,30 +218,31 @@ class Session:
         standing = Standing(self._step, intent, self._came, [[name, self._came[name]] for name in names])
         keys = {f"{name}/{number}/{rank}": rank for name, number in standing.last for rank in _members(name)}
         left = {key: json.dumps(intent) for key, rank in keys.items() if rank == self.rank}
-        left[f"at/{self.rank}"] = standing.written()
+        left[f"at/{self.rank}"] = json.dumps(standing)
         self._store.multi_set(list(left), list(left.values()))
+
+        def trouble(waited: float) -> str:
+            late = {rank: key for key, rank in keys.items() if not self._store.check([key])}
+            return self.failure() or self._trouble(late, standing, waited)
+
         try:
-            why = self._wait(keys, standing)
+            why = wait_for(self._store, list(keys), trouble)
         except BaseException as error:
-            self._give_up(standing, f"rank {self.rank} raised {_short(error)}, and was about to do {intent}")
+            with contextlib.suppress(dist.DistError):
+                self._blame(f"rank {self.rank} raised {_short(error)}, and was about to do {intent}")
+                self._say(standing, "stop")
             raise
-        words = {self._word(name, number, "stop" if why else "go") for name, number in standing.last}
-        if words != {"go"}:
+        if self._say(standing, "stop" if why else "go") != {"go"}:
             raise MismatchError(why or self.failure())
         every = dict(zip(keys, self._store.multi_get(list(keys)), strict=True))
         self._forget(standing)
         named = [(name, f"{name}/{number}") for name, number in standing.last]
         return [{rank: Intent(*json.loads(every[f"{key}/{rank}"])) for rank in _members(name)} for name, key in named]
 
-    def _word(self, name: str, number: int, word: str) -> str:
-        """The first word about a meeting: go or stop."""
-        return str(self._store.compare_set(f"{name}/{number}/word", "", word).decode())
-
-    def _give_up(self, standing: Standing, why: str) -> None:
-        with contextlib.suppress(dist.DistError):
-            self._blame(why)
-            for name, number in standing.last:
-                self._word(name, number, "stop")
+    def _say(self, standing: Standing, word: str) -> set[str]:
+        """Go or stop: the first word about each of the meetings."""
+        keys = [f"{name}/{number}/word" for name, number in standing.last]
+        return {str(self._store.compare_set(key, "", word).decode()) for key in keys}
 
     def _forget(self, standing: Standing) -> None:
         """Take back what was left at the meetings before: all have come to these, and so have read it."""
@@ -282,52 +252,33 @@ class Session:
                 if self.rank == _members(name)[0]:
                     self._store.delete_key(f"{name}/{number - 1}/word")
 
-    def _wait(self, keys: dict[str, int], standing: Standing) -> str:
-        """Wait for all intents; nothing, or why they will not come."""
-        every = list(keys)
-        start = looked = time.monotonic()
-        while not self._store.check(every):
-            now = time.monotonic()
-            if now - looked > LOOK:
-                looked = now
-                late = {rank: key for key, rank in keys.items() if not self._store.check([key])}
-                why = self.failure() or self._trouble(late, standing, now - start)
-                if why:
-                    return why
-            time.sleep(min(_PAUSE, (now - start) / 4))
-        return ""
-
     # ── what keeps the others ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _trouble(self, late: dict[int, str], standing: Standing, waited: float) -> str:
         """Why the late ranks will not come, which all ranks are told; nothing if they still may."""
-        found = [(rank, self._ended_how(rank)) for rank, key in late.items()]
-        found = [(rank, how) for rank, how in found if how and not self._store.check([late[rank]])]
+        ended = [(rank, self._text(f"end/{rank}")) for rank in late]
+        found = [(rank, how) for rank, how in ended if how and not self._store.check([late[rank]])]
         found = found or [(rank, how) for rank in late if (how := self._death(rank))]
-        if not found:
-            ring = self._ring(standing)
-            if ring:
-                return self._blame(f"these ranks wait for each other, and none can go on:\n{_listed(ring)}")
+        if not found and (ring := self._ring(standing)):
+            return self._blame(f"these ranks wait for each other, and none can go on:\n{by_text(ring)}")
         more = ""
         if not found and waited > self.timeout:
             found = [(rank, "lives") if self._at(rank) else (rank, "is not here") for rank in late]
             more = f"\nThey did not within {waited:.1f} s; if they are only slow, allow more by sw.debug_mode(timeout=...)."
         lines = [f"  rank {rank} {how}; {self._last(rank)}" for rank, how in found]
-        head = f"rank {self.rank} waits for {_named(late)}:\n  rank {self.rank}: {standing.intent}\n"
+        head = f"rank {self.rank} waits for {named(late)}:\n  rank {self.rank}: {standing.intent}\n"
         return self._blame(head + "\n".join(lines) + more) if found else ""
 
     def _blame(self, text: str) -> str:
         """Leave word of a failure; the first word counts, and is given back."""
         return str(self._store.compare_set("failed", "", text).decode())
 
-    def _ended_how(self, rank: int) -> str:
-        key = f"end/{rank}"
-        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
-
     def _at(self, rank: int) -> Standing | None:
         """Where a rank stands; None if it is not in the session."""
-        key = f"at/{rank}"
-        return Standing.read(self._store.get(key)) if self._store.check([key]) else None
+        if not (text := self._text(f"at/{rank}")):
+            return None
+        step, intent, came, last = json.loads(text)
+        return Standing(step, Intent(*intent), came, last)
 
     def _last(self, rank: int) -> str:
         at = self._at(rank)
@@ -382,28 +333,16 @@ class Session:
 
     def _stay(self, word: str, seconds: float, heeds: bool) -> str:
         """Wait until all ranks of the session have left a word, or one has failed that this one heeds; why, if one did."""
-        start = looked = time.monotonic()
         others = [rank for rank in range(dist.get_world_size()) if rank != self.rank]
-        others = [rank for rank in others if word == "end" or self._ended_how(rank)]
-        while not self._store.check([f"{word}/{rank}" for rank in others]):
-            now = time.monotonic()
-            if now - start > seconds:
-                break
-            if heeds and now - looked > LOOK:
-                looked = now
-                late = [rank for rank in others if not self._ended_how(rank)]
-                why = self.failure() or self._first_death(late)
-                if why:
-                    return why
-            time.sleep(min(_PAUSE, (now - start) / 4))
-        return self.failure()
+        others = [rank for rank in others if word == "end" or self._text(f"end/{rank}")]
 
-    def _first_death(self, ranks: Iterable[int]) -> str:
-        """What to say of the first of the ranks that died; nothing if none did."""
-        for rank in ranks:
-            if how := self._death(rank):
-                return self._blame(f"rank {rank} {how}; {self._last(rank)}")
-        return ""
+        def trouble(waited: float) -> str:
+            late = [rank for rank in others if not self._text(f"end/{rank}")]
+            died = [f"rank {rank} {how}; {self._last(rank)}" for rank in late if (how := self._death(rank))]
+            return self.failure() or (self._blame(died[0]) if died else "")
+
+        wait_for(self._store, [f"{word}/{rank}" for rank in others], trouble if heeds else lambda waited: "", seconds)
+        return self.failure()
 
 
 class Checks:
@@ -421,8 +360,8 @@ class Checks:
             self._session.end()
             self._session = None
         if self._session is None and in_job():
-            self._session = Session(self.timeout, self.lines)
-            self._session.enter()
+            self._session = Session(self.timeout, self.lines)  # one that left before others entered would not hear of errors
+            self._session.agree(Intent("sw.debug_mode()", line=str(caller())), [range(dist.get_world_size())], ("kind",))
         return self._session
 
     def leave(self, error: BaseException | None) -> None:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from ...base.argument_checks import flag, number, optional
 from ...layouts.mesh import Mesh, group_named
-from ..aliases import listening
+from ..aliases import expected, listening, through_transport
 from ..delivery import arrived
-from ..listener import expected, through_transport
 from ..transport import Transport
 from .communication import COMMUNICATIONS, Communication, rows_for_each
 from .debug import compare_fact, compared, current_session, finish
@@ -93,7 +92,7 @@ def _overheard(
     come from each rank of the group, where they say so."""
     if watching.get() is None:
         return contextlib.nullcontext()
-    (mesh, axes), (operator, line) = group_named(alias), expected()
+    (mesh, axes), (operator, line) = group_named(alias), expected.origin
     what = Communication(kind, mesh, axes, tensors, detail, operator, line)
     if rows is not None:
         send, receive = (rows_for_each(tuple(counts), mesh, axes, tensors[0]) for counts in rows)

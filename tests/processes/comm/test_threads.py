@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise import Shard
 from shardwise._torch.tensors import collectives
 from shardwise.comm import Processes
-from shardwise.comm.listener import Listener
+from shardwise.comm.aliases import Listener
 from tests.helpers.process_pool import Pool
 
 

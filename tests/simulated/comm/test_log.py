@@ -14,7 +14,7 @@ from shardwise.comm import (
     check,
     communication,
     init_mesh,
-    note_fallback,
+    note,
     simulate,
     trace_comm,
     transport,
@@ -142,8 +142,8 @@ def test_backward_is_recorded():
 def test_the_log_prints_as_a_table():
     with trace_comm() as log:
         transport(MESH, "aten.mm").all_gather(bundle(300, 2), MESH, ("tp",))
-        note_fallback("aten.sort")
-        note_fallback("aten.sort")
+        note("fallbacks", "aten.sort")
+        note("fallbacks", "aten.sort")
     assert log.fallbacks == ["aten.sort", "aten.sort"]
     head, row, total, gathered = str(log).splitlines()
     assert head.split() == ["kind", "axes", "bytes", "operator", "source"]
