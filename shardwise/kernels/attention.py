@@ -172,11 +172,13 @@ def _plain_backward(*given: Any) -> Sequence[Tensor]:
 
 _Pair = tuple[Callable[..., Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
 _HALVES = (torch.bfloat16, torch.float16)
+#: Before 2.13 torch tells tracers that the logarithms of float64 are float32, and Inductor reads them as such: garbage.
+_ON_CPU = (*_HALVES, torch.float32, *((torch.float64,) if torch.__version__ >= "2.13" else ()))
 
 
 def _kernels(query: Tensor) -> _Pair:
     kind, dtype = query.device.type, query.dtype
-    if kind == "cpu" and dtype in (*_HALVES, torch.float32, torch.float64):
+    if kind == "cpu" and dtype in _ON_CPU:
         return _cpu, _cpu_backward
     if kind != "cuda" or dtype not in (*_HALVES, torch.float32):
         return _plain, _plain_backward
