@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Schema:
     view       whether a result shares memory with an argument that is not written to
     reshapes   whether it changes the shape of an argument in place
     random     whether it draws random numbers
+    in_place   whether it writes to its first argument, and to nothing else, and gives it back
     """
 
     name: str
@@ -43,11 +45,7 @@ class Schema:
     view: bool
     reshapes: bool
     random: bool
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the operator writes to its first argument, and to nothing else, and gives it back."""
-        return self.written == self.names[:1] and self.returns in ((self.names[0],), ())
+    in_place: bool
 
     @property
     def functional_results(self) -> list[str | None]:
@@ -69,29 +67,30 @@ def schema_of(op: Any) -> Schema:
     >>> add.name, add.written, add.returns, add.named((1, 2), {"alpha": 3})
     ('aten.add_', ('self',), ('self',), {'self': 1, 'other': 2, 'alpha': 3})
     """
-    arguments, results = schema(op).arguments, schema(op).returns
-    types = tuple([str(a.type) for a in arguments])
+    arguments, aliases = schema(op).arguments, [result.alias_info for result in schema(op).returns]
+    names, types = tuple(map(attrgetter("name"), arguments)), tuple([str(a.type) for a in arguments])
     # of a list the schema tells that it is written to, but no label
     written = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     owner = {label: argument.name for argument in written for label in argument.alias_info.before_set}
-    tensors = [a.name for a, kind in zip(arguments, types, strict=True) if "Tensor" in kind]
+    tensors = [name for name, kind in zip(names, types, strict=True) if "Tensor" in kind]
     if tensors and types[0] == "number":  # it stands where other overloads have a tensor
-        tensors.insert(0, arguments[0].name)
-    aliases = [result.alias_info for result in results]
+        tensors.insert(0, names[0])
+    returns = tuple([next((owner[x] for x in alias.before_set if x in owner), None) if alias else None for alias in aliases])
     return Schema(
         name=schema(op).name.replace("::", "."),
-        names=tuple([a.name for a in arguments]),
+        names=names,
         types=types,
         tensors=tuple(tensors),
         defaults={a.name: a.default_value for a in arguments if a.has_default_value()},
         keywords=frozenset([a.name for a in arguments if a.kwarg_only]),
-        written=tuple([a.name for a in written]),
+        written=tuple(map(attrgetter("name"), written)),
         outs=tuple([a.name for a in written if a.is_out]),
-        returns=tuple([next((owner[x] for x in alias.before_set if x in owner), None) if alias else None for alias in aliases]),
-        lists=any(["List" in str(result.type) for result in results]),
-        view=any([alias is not None and not alias.is_write for alias in aliases]),
+        returns=returns,
+        lists=any("List" in str(result.type) for result in schema(op).returns),
+        view=any(alias is not None and not alias.is_write for alias in aliases),
         reshapes=torch.Tag.inplace_view in op.tags,
         random=torch.Tag.nondeterministic_seeded in op.tags,
+        in_place=bool(written) and [a.name for a in written] == [names[0]] and returns in (names[:1], ()),
     )
 
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import repeat
 from typing import Any, NamedTuple
 
 from .._torch.symbols import hint
@@ -19,9 +18,10 @@ from ..layouts.layout import Dim, Layout, sharded, whole
 from ..layouts.placement import KINDS
 from ..planning.cost import PER_WORK, change, collective, links
 from ..planning.plan import Plan, plan
-from .notation import Call, Kernel, Proposal, Result, Rule, additive, labels
+from .notation import Call, Kernel, Pattern, Proposal, Result, Rule, additive, labels
 
 State = int | str | None
+Names = tuple[str | None, ...]
 SWAPPED = {"max": "min", "min": "max"}
 
 
@@ -91,9 +91,8 @@ def offers(rule: Rule, call: Call) -> list[Candidate]:
         return []
     rule, call = found
     bound = _bind(rule, call)
-    nothing = Candidate((None,) * len(call.tensors), (None,) * len(bound.outputs))
-    every = [names[i] for names in bound.inputs for i in range(len(names))]
-    return list(dict.fromkeys((nothing, *_passes(rule, bound, KINDS), *_shardings(rule, bound, every))))
+    every = [label for names in bound.inputs for label in names if label is not None and not _is_whole(bound, label)]
+    return list(dict.fromkeys((bound.plain, *_passes(rule, call, bound, KINDS), *_shardings(rule, bound, every))))
 
 
 def along(rule: Rule, call: Call, choices: dict[str, Candidate]) -> Decision:
@@ -117,21 +116,17 @@ def _from_proposal(proposal: Proposal, call: Call) -> Decision:
 
 
 class Bound(NamedTuple):
-    """A sentence with its letters bound: labels per tensor and per result, sizes per label, tensors linear together, those that
-    partial values pass through, labels that cannot be sharded, and which results are the same on every rank whatever is
-    sharded."""
+    """A sentence with its letters bound: labels per tensor and per result (None for a result that is the same on every rank
+    whatever is sharded), sizes per label, tensors linear together (as the rule says, and as dtypes and numbers allow), labels
+    that cannot be sharded, and the candidate that replicates everything."""
 
-    inputs: tuple[tuple[str | None, ...], ...]
-    outputs: tuple[tuple[str | None, ...], ...]
+    inputs: tuple[Names, ...]
+    outputs: tuple[Names | None, ...]
     sizes: dict[str, int]
     linear: tuple[tuple[int, ...], ...]
     joint: tuple[tuple[int, ...], ...]
-    passes: tuple[tuple[int, str], ...]
-    together: str | None
     whole: frozenset[str]
-    same: tuple[bool, ...]
-    floating: bool
-    work: int
+    plain: Candidate
 
 
 def _bind(rule: Rule, call: Call) -> Bound:
@@ -141,70 +136,54 @@ def _bind(rule: Rule, call: Call) -> Bound:
     for slot, index in enumerate(call.slots):
         if index is None:
             continue
-        names = labels(rule.inputs[slot if slot < last else last], call, call.tensors[index].ndim)
-        named[index] = names
-        for label, size in zip(names, call.tensors[index].shape, strict=True):
-            if sizes.get(label, 1) == 1:
+        tensor = call.tensors[index]
+        names = named[index] = labels(rule.inputs[slot if slot < last else last], call, tensor.ndim)
+        for label, size in zip(names, tensor.shape, strict=True):
+            if label not in sizes or sizes[label] == 1:
                 sizes[label] = size
     inputs = tuple([_of_size(names, t.shape, sizes) for names, t in zip(named, call.tensors, strict=True)])
     last = len(rule.outputs) - 1
-    patterns = [rule.outputs[i if i < last else last] for i in range(len(call.results))]
-    outputs = tuple(
-        [
-            _of_size(_output_labels(rule, call, pattern, named, len(result.shape)), result.shape, sizes)
-            for pattern, result in zip(patterns, call.results, strict=True)
-        ]
-    )
-    work = 1
-    for size in sizes.values():
-        work *= hint(size)
-    linear, unsharded = _linear_sets(rule, call), _whole(rule, call)
-    joint = tuple([indices for group in rule.linear if len(group) > 1 and (indices := _tensors(group, call))])
-    words = rule.passes if isinstance(rule.passes, tuple) else (rule.passes,)
-    passes = tuple([(i, word) for i, word in zip(call.slots, words, strict=False) if i is not None and word is not None])
-    together = rule.together if len(call.tensors) == len(rule.inputs) else None  # none of them is a number
-    same, floating = tuple([pattern.same for pattern in patterns]), call.tensors[0].dtype.is_floating_point
-    return Bound(inputs, outputs, sizes, linear, joint, passes, together, unsharded, same, floating, work)
-
-
-def _of_size(names: Iterable[str | None], shape: Sequence[int], sizes: dict[Any, int]) -> tuple[str | None, ...]:
-    """The labels of dims that have the label's size: not of those that are broadcast."""
-    return tuple([label if size == sizes.get(label, size) else None for label, size in zip(names, shape, strict=True)])
-
-
-def _whole(rule: Rule, call: Call) -> frozenset[str]:
-    """The letters that cannot be sharded in this call."""
+    outputs = []
+    for i, result in enumerate(call.results):
+        pattern = rule.outputs[i if i < last else last]
+        out_names = None if pattern.same else _output_labels(rule, call, pattern, named[0], len(result.shape))
+        outputs.append(None if out_names is None else _of_size(out_names, result.shape, sizes))
     words = [word.partition("?") for word in rule.whole]
-    return frozenset([letter for letter, _, argument in words if not argument or call.arguments[argument]])
+    unsharded = frozenset([letter for letter, _, argument in words if not argument or call.arguments[argument]])
+    joint = tuple([indices for group in rule.linear if group[1:] and (indices := _tensors(group, call))])
+    plain = Candidate((None,) * len(inputs), (None,) * len(outputs))
+    return Bound(inputs, tuple(outputs), sizes, _linear_sets(rule, call), joint, unsharded, plain)
 
 
-def _output_labels(rule: Rule, call: Call, pattern: Any, named: list[tuple[str, ...]], ndim: int) -> tuple[str | None, ...]:
-    if pattern.same:
-        return (None,) * ndim
-    if pattern.named is None and pattern.ellipsis and rule.inputs[0].named is not None:
-        source = named[0]
-        if ndim == len(source):
-            return tuple(None if label.startswith("[]") else label for label in source)
-        return tuple(label for label in source if not label.startswith("[]"))
-    return labels(pattern, call, ndim)
+def _of_size(names: Iterable[str | None], shape: Sequence[int], sizes: dict[Any, int]) -> Names:
+    """The labels of dims that have the label's size: not of those that are broadcast."""
+    pairs = zip(names, shape, strict=True)
+    return tuple([label if label not in sizes or size == sizes[label] else None for label, size in pairs])
+
+
+def _output_labels(rule: Rule, call: Call, pattern: Pattern, source: tuple[str, ...], ndim: int) -> Names:
+    if pattern.named is not None or not pattern.ellipsis or rule.inputs[0].named is None:
+        return labels(pattern, call, ndim)
+    if ndim == len(source):
+        return tuple(None if label.startswith("[]") else label for label in source)
+    return tuple(label for label in source if not label.startswith("[]"))
 
 
 def _linear_sets(rule: Rule, call: Call) -> tuple[tuple[int, ...], ...]:
     """The jointly linear sets as indices of tensors; a number in a set makes the operator affine in it, so it is dropped."""
     if not rule.linear or (rule.rounds and not call.tensors[0].dtype.is_floating_point):
         return ()
-    given = zip(call.slots, call.tensor_names, strict=False)
-    numbers = {slot for slot, (i, name) in enumerate(given) if i is None and call.arguments[name] is not None}
+    given = enumerate(zip(call.slots, call.tensor_names, strict=False)) if None in call.slots else ()
+    numbers = {slot for slot, (i, name) in given if i is None and call.arguments[name] is not None}
     sets = [_tensors(group, call) for group in rule.linear if numbers.isdisjoint(group)]
-    results = {result.dtype for result in call.results}
-    if len(results.union([tensor.dtype for tensor in call.tensors])) > 1:
+    if len({result.dtype for result in call.results}.union([tensor.dtype for tensor in call.tensors])) > 1:
+        results = [result.dtype for result in call.results]
         sets = [indices for indices in sets if additive([*results, *(call.tensors[i].dtype for i in indices)])]
-    return tuple([indices for indices in sets if indices])
+    return tuple(filter(None, sets))
 
 
 def _tensors(group: tuple[int, ...], call: Call) -> tuple[int, ...]:
-    count = len(call.slots)
-    return tuple([i for slot in group if slot < count and (i := call.slots[slot]) is not None])
+    return tuple([i for slot, i in enumerate(call.slots) if i is not None and slot in group])
 
 
 def _needs_program(rule: Rule, bound: Bound, call: Call) -> bool:
@@ -241,18 +220,16 @@ def _choose(rule: Rule, call: Call, bound: Bound, axis: str, others: dict[str, C
     """The cheapest candidate that goes with those of other axes; None where an in-place operator has none that keeps its
     argument's layout."""
     have = tuple([tensor.states.get(axis) for tensor in call.tensors])
-    plain = Candidate((None,) * len(have), (None,) * len(bound.outputs))
-    if have == plain.wants:
-        return plain
-    ranks = call.tensors[0].mesh.axis_sizes[axis]
+    if have == bound.plain.wants:
+        return bound.plain
     best, least = None, math.inf
-    passes = _passes(rule, bound, [state for state in have if type(state) is str])
-    for candidate in (*passes, *_shardings(rule, bound, _labels(call, bound, have, ranks)), plain):  # the first of equals
+    passes = _passes(rule, call, bound, have) if str in map(type, have) else ()
+    for candidate in (*passes, *_shardings(rule, bound, _labels(call, bound, have, axis)), bound.plain):  # the first of equals
         if call.written is not None and not _keeps(candidate, have, call.written):
             continue
-        if others and [1 for other in others.values() if _clash(candidate, other)]:
+        if others and str in map(type, candidate.wants + candidate.results) and _clashes(candidate, others.values()):
             continue
-        if best is None and candidate.label is not None and candidate.wants == have and not _has_partial(candidate.results):
+        if best is None and candidate.label is not None and candidate.wants == have and str not in map(type, candidate.results):
             return candidate  # nothing moves, nothing is left to reduce and the work is shared: none costs less
         seconds = _price(candidate, call, bound, have, axis)
         if seconds < least:
@@ -260,15 +237,9 @@ def _choose(rule: Rule, call: Call, bound: Bound, axis: str, others: dict[str, C
     return best
 
 
-def _has_partial(states: tuple[State, ...]) -> bool:
-    return str in [type(state) for state in states]
-
-
-def _clash(one: Candidate, other: Candidate) -> bool:
+def _clashes(one: Candidate, others: Iterable[Candidate]) -> bool:
     """Whether a tensor would be partial in two ways, whose order would matter."""
-    if not (_has_partial(one.wants + one.results) and _has_partial(other.wants + other.results)):
-        return False
-    pairs = (*zip(one.wants, other.wants, strict=True), *zip(one.results, other.results, strict=True))
+    pairs = [pair for other in others for pair in zip(one.wants + one.results, other.wants + other.results, strict=True)]
     return any(type(a) is type(b) is str and a != b and {a, b} != {"sum", "avg"} for a, b in pairs)
 
 
@@ -276,33 +247,35 @@ def _keeps(candidate: Candidate, have: tuple[State, ...], written: int) -> bool:
     return candidate.wants[written] == have[written] and candidate.results[:1] in ((), (have[written],))
 
 
-def _labels(call: Call, bound: Bound, have: tuple[State, ...], ranks: int) -> Iterable[str]:
+def _labels(call: Call, bound: Bound, have: tuple[State, ...], axis: str) -> Iterable[str]:
     """The labels that the axis may shard: those that it shards now and, for one that has to be whole, the longest of the
     others, which costs an exchange where replicating costs a gather."""
     for tensor, names, state in zip(call.tensors, bound.inputs, have, strict=True):
-        if not isinstance(state, int) or names[state] is None:
-            continue
-        if not _is_whole(bound, names[state]):
-            yield str(names[state])
-            continue
-        others = [(tensor.held(d), label) for d, label in enumerate(names) if label is not None and not _is_whole(bound, label)]
-        longest, label = max(others, key=lambda pair: pair[0], default=(0, ""))
-        if longest >= ranks:
+        label = names[state] if type(state) is int else None
+        if label is not None and _is_whole(bound, label):
+            others = [(tensor.held(d), other) for d, other in enumerate(names) if not _is_whole(bound, other)]
+            longest, label = max(others, key=lambda pair: pair[0], default=(0, None))
+            label = label if longest >= tensor.mesh.axis_sizes[axis] else None
+        if label is not None:
             yield label
 
 
-def _shardings(rule: Rule, bound: Bound, letters: Iterable[str | None]) -> list[Candidate]:
+def _shardings(rule: Rule, bound: Bound, letters: Iterable[str]) -> list[Candidate]:
     """A candidate for each label that may be sharded."""
     candidates = []
     for label in dict.fromkeys(letters):
-        if label is None or _is_whole(bound, label):
-            continue
-        kept = False not in [same or label in names for names, same in zip(bound.outputs, bound.same, strict=True)]
+        kept = False not in [names is None or label in names for names in bound.outputs]
         if not kept and (rule.lost is None or _repeated(label, bound)):
             continue
-        wants = tuple([_want(label, i, bound, kept) for i in range(len(bound.inputs))])
-        results = [names.index(label) if label in names else rule.lost for names in bound.outputs]
-        candidates.append(Candidate(wants, _unless_same(bound, results), label))
+        added = (
+            frozenset()
+            if kept
+            else {i for group in bound.linear if any(label in bound.inputs[j] for j in group) for i in group}
+        )
+        inputs = enumerate(bound.inputs)
+        wants = [names.index(label) if label in names else "sum" if i in added else None for i, names in inputs]
+        results = [None if names is None else names.index(label) if label in names else rule.lost for names in bound.outputs]
+        candidates.append(Candidate(tuple(wants), tuple(results), label))
     return candidates
 
 
@@ -316,32 +289,19 @@ def _repeated(label: str, bound: Bound) -> bool:
     return False
 
 
-def _want(label: str, tensor: int, bound: Bound, kept: bool) -> State:
-    if label in bound.inputs[tensor]:
-        return bound.inputs[tensor].index(label)
-    added = not kept and any(tensor in group and any(label in bound.inputs[j] for j in group) for group in bound.linear)
-    return "sum" if added else None
-
-
-def _passes(rule: Rule, bound: Bound, kinds: Sequence[str]) -> Iterable[Candidate]:
+def _passes(rule: Rule, call: Call, bound: Bound, kinds: Iterable[State]) -> Iterable[Candidate]:
     """A candidate for each way in which a kind of partial value goes through the operator."""
-    tensors = len(bound.inputs)
-    for kind in dict.fromkeys(kinds):
-        if kind in ("sum", "avg"):
-            for group in bound.linear:
-                wants = tuple(kind if i in group else None for i in range(tensors))
-                yield Candidate(wants, _unless_same(bound, repeat(kind)))
-        for index, word in bound.passes:
-            through = _through(word, kind, bound.floating)
-            if through is not None:
-                wants = tuple(kind if i == index else None for i in range(tensors))
-                yield Candidate(wants, _unless_same(bound, repeat(through)))
-        if kind == bound.together:
-            yield Candidate((kind,) * tensors, _unless_same(bound, repeat(kind)))
-
-
-def _unless_same(bound: Bound, states: Iterable[State]) -> tuple[State, ...]:
-    return tuple([None if same else state for same, state in zip(bound.same, states, strict=False)])
+    tensors, floating = range(len(bound.inputs)), call.tensors[0].dtype.is_floating_point
+    words = rule.passes if isinstance(rule.passes, tuple) else (rule.passes,)
+    worded = [(i, word) for i, word in zip(call.slots, words, strict=False) if i is not None and word is not None]
+    together = rule.together if len(call.tensors) == len(rule.inputs) else None  # none of them is a number
+    for kind in dict.fromkeys(state for state in kinds if isinstance(state, str)):
+        linear: list[tuple[Sequence[int], str]] = [(group, kind) for group in bound.linear if kind in ("sum", "avg")]
+        passing = [((i,), _through(word, kind, floating)) for i, word in worded]
+        for partial, becomes in (*linear, *passing, (tensors, kind if kind == together else None)):
+            if becomes is not None:
+                wants = tuple([kind if i in partial else None for i in tensors])
+                yield Candidate(wants, tuple([None if names is None else becomes for names in bound.outputs]))
 
 
 def _through(word: str, kind: str, floating: bool) -> str | None:
@@ -362,13 +322,14 @@ def _price(candidate: Candidate, call: Call, bound: Bound, have: tuple[State, ..
         if now != want:
             seconds += change(now, want, tensor.nbytes, ranks, link)
     triples = zip(call.results, bound.outputs, candidate.results, strict=True)
-    partial = [_held(result, names, call, bound) for result, names, state in triples if type(state) is str]
+    partial = [_held(result, names or (), call, bound) for result, names, state in triples if type(state) is str]
     if partial:  # results are reduced together; what becomes partial only here meets more before it is reduced
         seconds += (1.0 if candidate.label is None else 0.5) * collective("all_reduce", sum(partial), ranks, link)
-    return seconds + bound.work * PER_WORK / (1 if candidate.label is None else ranks)
+    work = math.prod(map(hint, bound.sizes.values()))
+    return seconds + work * PER_WORK / (1 if candidate.label is None else ranks)
 
 
-def _held(result: Result, names: tuple[str | None, ...], call: Call, bound: Bound) -> int:
+def _held(result: Result, names: Names, call: Call, bound: Bound) -> int:
     """Bytes of a result on one rank, if it is sharded as the tensors are now."""
     size = result.dtype.itemsize
     for label, n in zip(names, result.shape, strict=True):
@@ -381,45 +342,41 @@ def _held(result: Result, names: tuple[str | None, ...], call: Call, bound: Boun
 
 
 def _from_choices(rule: Rule, call: Call, bound: Bound, choices: dict[str, Candidate]) -> Decision:
-    axes_of: dict[str, list[str]] = {}
-    for axis, choice in choices.items():
-        if choice.label is not None:
-            axes_of.setdefault(choice.label, []).append(axis)
-    dims = {label: _structure(label, axes, call, bound) for label, axes in axes_of.items()}
-    wants = []
+    axes_of: dict[str | None, list[str]] = {}
+    pairs = choices.items()
+    for axis, choice in pairs:
+        axes_of.setdefault(choice.label, []).append(axis)
+    dims = {label: _structure(label, axes, call, bound) for label, axes in axes_of.items() if label is not None}
+    wants, results = [], []
     for i, (tensor, names) in enumerate(zip(call.tensors, bound.inputs, strict=True)):
-        partials = tuple([(a, kind) for a, c in choices.items() if type(kind := c.wants[i]) is str])
+        partials = tuple([(a, kind) for a, c in pairs if type(kind := c.wants[i]) is str])
         placed = _dims(names, tensor.shape, dims)
         unchanged = type(tensor) is Layout and placed == tensor.dims and partials == tensor.partials
         wants.append(tensor if unchanged else tensor.replace(dims=placed, partials=partials))
-    results = []
     for i, (result, out_names) in enumerate(zip(call.results, bound.outputs, strict=True)):
-        partials = tuple([(a, kind) for a, c in choices.items() if type(kind := c.results[i]) is str])
-        placed = _dims(out_names, result.shape, dims)
-        results.append(Layout.of(call.tensors[0].mesh, placed, partials, result.dtype, result.stride))
+        partials = tuple([(a, kind) for a, c in pairs if type(kind := c.results[i]) is str])
+        results.append(call.result(i, _dims(out_names or (None,) * len(result.shape), result.shape, dims), partials))
     moves = tuple([(i, t, w) for i, (t, w) in enumerate(zip(call.tensors, wants, strict=True)) if t is not w])
     made = rule.kernel(call, wants) if rule.kernel is not None else None
     kernel, *extra = made if isinstance(made, tuple) else (made,)
     return Decision(moves, tuple(results), kernel=kernel, extra=tuple(extra))
 
 
-def _dims(names: Iterable[str | None], shape: Iterable[int], dims: dict[str, Dim]) -> tuple[Dim, ...]:
+def _dims(names: Names, shape: Sequence[int], dims: dict[str, Dim]) -> tuple[Dim, ...]:
     return tuple([dims[label] if label in dims else (whole(n),) for label, n in zip(names, shape, strict=True)])
 
 
 def _structure(label: str, axes: list[str], call: Call, bound: Bound) -> Dim:
     """How the axes shard the label: as a tensor already has it (the one written to, else the largest), or in default chunks."""
-    found: list[tuple[bool, int, Dim]] = []
+    best, dim = (False, -1), None
     partly: tuple[str, ...] = ()
     for i, (tensor, names) in enumerate(zip(call.tensors, bound.inputs, strict=True)):
         if label in names:
-            dim = names.index(label)
-            have = tuple([axis for factor in tensor.dims[dim] for axis in factor.axes])
-            if set(have) == set(axes):
-                found.append((i == call.written, tensor.nbytes, tensor.dims[dim]))
+            factors = tensor.dims[names.index(label)]
+            have = tuple([axis for factor in factors for axis in factor.axes])
+            if set(have) == set(axes) and (i == call.written, tensor.nbytes) > best:
+                best, dim = (i == call.written, tensor.nbytes), factors
             elif set(have) < set(axes) and len(have) > len(partly):
                 partly = have
-    if found:
-        return max(found, key=lambda item: item[:2])[2]
     order = [*partly, *(axis for axis in axes if axis not in partly)]
-    return (sharded(bound.sizes[label], order, call.tensors[0].mesh),)
+    return dim or (sharded(bound.sizes[label], order, call.tensors[0].mesh),)
