@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, way: Way) -> tuple[Tensor,
     [(1, 2, 3, 4), (1, 2, 3)]
     """
     given = _laid_out(query, key, value)
-    out, lse = _kernels(given[0])[0](*given, way)
+    out, lse = _kernels(given[0])[0](*given, **way._asdict())[:2]
     out, lse = out[..., : value.shape[-1]], lse[..., : query.shape[-2]]
     lse = lse.reshape(query.shape[:-1]).to(accumulated(query.dtype))
     return out.reshape(*query.shape[:-1], value.shape[-1]), lse.contiguous()
@@ -60,9 +61,9 @@ def attend_backward(
     given = _laid_out(*inputs)
     width = given[2].shape[-1]
     grad, out = (_padded(_four(x), width) for x in (grad, out))
-    found = _kernels(given[0])[1](grad, *given, out, _four(lse[..., None])[..., 0], way)
+    found = _kernels(given[0])[1](grad, *given, out, _four(lse[..., None])[..., 0], **way._asdict())
     dtype = accumulated(query.dtype)
-    dq, dk, dv = (x[..., : like.shape[-1]].to(dtype) for x, like in zip(found, (query, key, value), strict=True))
+    dq, dk, dv = (x[..., : like.shape[-1]].to(dtype) for x, like in zip(found, inputs, strict=False))
     return dq.reshape(query.shape), _by_group(dk, key), _by_group(dv, value)
 
 
@@ -110,73 +111,52 @@ def _by_group(grad: Tensor, like: Tensor) -> Tensor:
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _cpu(query: Tensor, key: Tensor, value: Tensor, way: Way) -> Sequence[Tensor]:
-    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, way.is_causal, scale=way.scale)
+_cpu = aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_backward = partial(aten._scaled_dot_product_flash_attention_for_cpu_backward, dropout_p=0.0)
+_flash = aten._scaled_dot_product_flash_attention
+_efficient = partial(aten._scaled_dot_product_efficient_attention, attn_bias=None, compute_log_sumexp=True)
 
 
-def _cpu_backward(*given: Any) -> Sequence[Tensor]:
-    *tensors, way = given
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, way.is_causal, scale=way.scale)
+def _flash_backward(grad: Tensor, query: Tensor, key: Tensor, *rest: Tensor, **words: Any) -> Sequence[Tensor]:
+    seed, offset = (grad.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))  # where random numbers would start
+    lengths = {"cum_seq_q": None, "cum_seq_k": None, "max_q": query.shape[2], "max_k": key.shape[2]}
+    drawn = {"dropout_p": 0.0, "philox_seed": seed, "philox_offset": offset}
+    return aten._scaled_dot_product_flash_attention_backward(grad, query, key, *rest, **lengths, **drawn, **words)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, way: Way) -> Sequence[Tensor]:
-    return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, way.is_causal, scale=way.scale)[:2]
+def _efficient_backward(*given: Tensor, **words: Any) -> Sequence[Tensor]:
+    *tensors, out, lse = given
+    lse = F.pad(lse, (0, -lse.shape[-1] % _LOGARITHMS), value=torch.inf)
+    drawn = (torch.zeros((), dtype=torch.int64, device=lse.device) for _ in range(2))
+    wanted = (0.0, [True, True, True, False])
+    return aten._scaled_dot_product_efficient_attention_backward(*tensors, None, out, lse, *drawn, *wanted, **words)
 
 
-def _flash_backward(*given: Any) -> Sequence[Tensor]:
-    *tensors, way = given
-    lengths = [x.shape[2] for x in tensors[1:3]]
-    drawn = [tensors[0].new_empty(shape, dtype=torch.uint64) for shape in ((2,), ())]  # where random numbers would start
-    words = (None, None, *lengths, 0.0, way.is_causal, *drawn)
-    return aten._scaled_dot_product_flash_attention_backward(*tensors, *words, scale=way.scale)
+def _scores(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tensor:
+    scores = query @ key.mT * scale
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf) if is_causal else scores
 
 
-def _efficient(query: Tensor, key: Tensor, value: Tensor, way: Way) -> Sequence[Tensor]:
-    given = (query, key, value, None, True, 0.0, way.is_causal)
-    return aten._scaled_dot_product_efficient_attention(*given, scale=way.scale)[:2]
-
-
-def _efficient_backward(*given: Any) -> Sequence[Tensor]:
-    grad, query, key, value, out, lse, way = given
-    behind = -lse.shape[-1] % _LOGARITHMS
-    lse = F.pad(lse, (0, behind), value=torch.inf)
-    drawn = [torch.zeros((), dtype=torch.int64, device=lse.device) for _ in range(2)]
-    words = (*drawn, 0.0, [True, True, True, False], way.is_causal)
-    found = aten._scaled_dot_product_efficient_attention_backward(
-        grad, query, key, value, None, out, lse, *words, scale=way.scale
-    )
-    return found[:3]
-
-
-def _scores(query: Tensor, key: Tensor, way: Way) -> Tensor:
-    scores = query @ key.mT * way.scale
-    if not way.is_causal:
-        return scores
-    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-
-
-def _plain(query: Tensor, key: Tensor, value: Tensor, way: Way) -> Sequence[Tensor]:
-    query, key, value = (x.to(accumulated(x.dtype)) for x in (query, key, value))
-    scores = _scores(query, key, way)
+def _plain(*given: Tensor, is_causal: bool, scale: float) -> Sequence[Tensor]:
+    query, key, value = (x.to(accumulated(x.dtype)) for x in given)
+    scores = _scores(query, key, is_causal, scale)
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp() @ value, lse
 
 
-def _plain_backward(*given: Any) -> Sequence[Tensor]:
-    *tensors, way = given
-    grad, query, key, value, out, lse = (x.to(accumulated(x.dtype)) for x in tensors)
-    weights = (_scores(query, key, way) - lse[..., None]).exp()
-    change = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * way.scale
+def _plain_backward(*given: Tensor, is_causal: bool, scale: float) -> Sequence[Tensor]:
+    grad, query, key, value, out, lse = (x.to(accumulated(x.dtype)) for x in given)
+    weights = (_scores(query, key, is_causal, scale) - lse[..., None]).exp()
+    change = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
     return change @ key, change.mT @ query, weights.mT @ grad
 
 
-_Pair = tuple[Callable[..., Sequence[Tensor]], Callable[..., Sequence[Tensor]]]
 _HALVES = (torch.bfloat16, torch.float16)
 #: Before 2.13 torch tells tracers that the logarithms of float64 are float32, and Inductor reads them as such: garbage.
 _ON_CPU = (*_HALVES, torch.float32, *((torch.float64,) if torch.__version__ >= "2.13" else ()))
 
 
-def _kernels(query: Tensor) -> _Pair:
+def _kernels(query: Tensor) -> tuple[Callable[..., Sequence[Tensor]], Callable[..., Sequence[Tensor]]]:
     kind, dtype = query.device.type, query.dtype
     if kind == "cpu" and dtype in _ON_CPU:
         return _cpu, _cpu_backward

@@ -1,16 +1,15 @@
 """`int_pow`: integers to integer powers, exact modulo two to the width of their type, as operators that trace and compile.
 
-A power that is a number is a chain of multiplications, as few as a power tree finds; powers that differ from element to element
-are found bit by bit. On a GPU this is done by a Triton kernel, one pass over memory; on the host in blocks that stay in the
-cache, or by torch's own loop where that takes no longer: it is exact as well.
+A power that is a number is a chain of few multiplications; powers that differ from element to element are found bit by bit. On
+a GPU this is done by a Triton kernel, one pass over memory; on the host in blocks that stay in the cache, or by torch's own
+loop where that takes no longer: it is exact as well.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ..errors import ArgumentError, OperatorError
 BLOCK = 32768
 #: Elements that torch's own loop takes no longer for than Python does for a block.
 FEW = 4096
-#: Powers below have a chain that no other is shorter than, or by one multiplication.
+#: Powers below are taken apart into factors, others bit by bit.
 SMALL = 128
 #: Modulo two to the width there is no difference, and torch hardly computes with most unsigned types.
 SIGNED = {torch.uint8: torch.int8, torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -148,52 +147,21 @@ def _line(x: Tensor) -> Tensor:
 # ── a power that is a number ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-@functools.cache
-def _tree() -> dict[int, tuple[int, ...]]:
-    """Knuth's power tree: for each power those on the way to it, each the last one and one before it multiplied."""
-    found: dict[int, tuple[int, ...]] = {1: (1,)}
-    level = [1]
-    while level:
-        above = level
-        level = []
-        for power in above:
-            for factor in found[power]:
-                if power + factor < SMALL and power + factor not in found:
-                    found[power + factor] = (*found[power], power + factor)
-                    level.append(power + factor)
-    return found
-
-
-@functools.lru_cache(maxsize=4096)
-def path(exponent: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """The powers on the way to one that gives the same modulo two to the width of a type: an even number is 0 from its width
-    on, and the powers of an odd one repeat after a quarter as many as there are numbers of the type.
-
-    >>> path(15, torch.int64), path(2**40 + 3, torch.int8)
-    ((1, 2, 3, 5, 10, 15), (1, 2, 4, 8, 16, 17, 33, 66, 67))
-    """
-    width = 8 * dtype.itemsize
-    if exponent >= width:
-        exponent = width + (exponent - width) % 2 ** (width - 2)
-    if exponent == 0:
-        return ()
-    rest = max(exponent.bit_length() - SMALL.bit_length() + 1, 0)
-    found = list(_tree()[exponent >> rest])
-    for bit in reversed(range(rest)):
-        found.append(2 * found[-1])
-        if exponent >> bit & 1:
-            found.append(found[-1] + 1)
-    return tuple(found)
-
-
 @constant_result
-def _path(exponent: int, dtype: torch.dtype) -> tuple[int, ...]:
+def reduced(exponent: int, dtype: torch.dtype) -> int:
+    """The least exponent with the same powers modulo two to the width of a type: an even number is 0 from its width on, and the
+    powers of an odd one repeat after a quarter as many as there are numbers of the type.
+
+    >>> reduced(15, torch.int64), reduced(2**40 + 3, torch.int8)
+    (15, 67)
+    """
     if exponent < 0:
         raise OperatorError(
             f"Integers to negative integer powers are not allowed: got the power {exponent}; give it in a tensor for what is "
             "left of the fraction (0, 1 or -1), or take floats"
         )
-    return path(int(exponent), dtype)
+    width = 8 * dtype.itemsize
+    return int(exponent) if exponent < width else width + (int(exponent) - width) % 2 ** (width - 2)
 
 
 def _decomposed(base: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
@@ -201,46 +169,31 @@ def _decomposed(base: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
     take apart again and again: a square has its factor twice.)"""
     if dtype not in FUSED:
         return torch.ops.shardwise.int_pow(base, exponent)
-    return torch.pow(base.to(dtype), (0, *_path(exponent, dtype))[-1])
+    return torch.pow(base.to(dtype), reduced(exponent, dtype))
 
 
-@functools.lru_cache(maxsize=4096)
-def _slots(path: tuple[int, ...]) -> tuple[tuple[tuple[int, int, int], ...], int]:
-    """The multiplications of a path, each as the places of its factors and of its product, and how many places there are. Place
-    0 is the base, place 1 the result; a place that is read no more is taken again."""
-    steps = [(last, following - last, following) for last, following in pairwise(path)]
-    final = {factor: i for i, step in enumerate(steps) for factor in step[:2]}
-    place, count = {1: 0}, 2
-    free: list[int] = []
-    found = []
-    for i, (left, right, made) in enumerate(steps):
-        places = place[left], place[right]
-        free += {place[factor] for factor in (left, right) if final[factor] == i} - {0}
-        if i == len(steps) - 1:
-            place[made] = 1
-        elif free:
-            place[made] = free.pop()
-        else:
-            place[made], count = count, count + 1
-        found.append((*places, place[made]))
-    return tuple(found), count
+def raised(x: Tensor, exponent: int, out: Tensor | None = None) -> Tensor:
+    """A power from the second on, by the factor method: hardly ever more than one multiplication above the fewest."""
+    if exponent == 2:
+        return torch.mul(x, x, out=out)
+    factor = next((prime for prime in ((2, 3, 5, 7) if exponent < SMALL else (2,)) if not exponent % prime), exponent)
+    if factor not in (2, exponent):
+        return raised(raised(x, exponent // factor), factor, out)
+    last = raised(x, exponent - 1 if factor == exponent else exponent // 2)
+    return torch.mul(last, x if factor == exponent else last, out=last if out is None else out)
 
 
-def _multiply(base: Tensor, out: Tensor, path: tuple[int, ...], spare: list[Tensor]) -> None:
-    """A power of a block."""
-    if len(path) < 2:
-        out.copy_(base) if path else out.fill_(1)
-        return
-    steps, count = _slots(path)
-    spare += [torch.empty_like(out) for _ in range(count - 2 - len(spare))]
-    places = [base, out, *(x[: len(out)] for x in spare[: count - 2])]
-    for left, right, made in steps:
-        torch.mul(places[left], places[right], out=places[made])
+def _raise_block(x: Tensor, out: Tensor, exponent: int) -> None:
+    if exponent > 1:
+        raised(x, exponent, out)
+    else:
+        out.copy_(x) if exponent else out.fill_(1)
 
 
-def _blocks(out: Tensor) -> Iterator[slice]:
-    size = BLOCK * torch.get_num_threads()
-    return (slice(start, start + size) for start in range(0, out.numel(), size))
+def _in_blocks(kernel: Callable[..., None], out: Tensor, *given: Tensor) -> None:
+    size, flat = BLOCK * torch.get_num_threads(), [*(_flat(x, out) for x in given), _line(out)]
+    for start in range(0, out.numel(), size):
+        kernel(*(x[start : start + size] for x in flat))
 
 
 def _quick(out: Tensor) -> bool:
@@ -252,18 +205,15 @@ def _scalar_now(base: Tensor, exponent: int) -> Tensor:
     dtype = _checked(_with_number(base), base, exponent)
     if dtype in SIGNED:
         return _scalar_now(base.view(SIGNED[dtype]), exponent).view(dtype)
-    steps = _path(exponent, dtype)
-    base = base.to(dtype)
+    exponent, base = reduced(exponent, dtype), base.to(dtype)
     out = torch.empty_like(base)
     kernels = triton_kernels() if out.is_cuda else None
-    if kernels is not None and len(steps) > 1:
-        kernels.power(_flat(base, out), steps[-1], _line(out))
-    elif len(steps) != 2 and _quick(out):
-        torch.pow(base, steps[-1] if steps else 0, out=out)
+    if kernels is not None and exponent > 1:
+        kernels.power(_flat(base, out), exponent, _line(out))
+    elif exponent != 2 and _quick(out):
+        torch.pow(base, exponent, out=out)
     else:
-        source, flat, spare = _flat(base, out), _line(out), list[Tensor]()
-        for part in _blocks(out):
-            _multiply(source[part], flat[part], steps, spare)
+        _in_blocks(functools.partial(_raise_block, exponent=exponent), out, base)
     return out
 
 
@@ -283,25 +233,22 @@ def _tensor_now(base: Tensor, exponent: Tensor) -> Tensor:
     elif _quick(out):
         torch.pow(base, exponent, out=out)
     else:
-        bases, exponents, flat, spare = _flat(base, out), _flat(exponent, out), _line(out), list[Tensor]()
-        for part in _blocks(out):
-            _powers(bases[part], exponents[part], flat[part], spare)
+        _in_blocks(_raise_by_bits, out, base, exponent)
     return out
 
 
 def _positive(exponent: Tensor) -> Tensor:
-    """Unsigned powers, seen as signed, without those that then are negative: others that give the same (see `path`)."""
+    """Unsigned powers, seen as signed, without those that then are negative: others that give the same (see `reduced`)."""
     quarter = 2 ** (8 * exponent.dtype.itemsize - 2)
     return torch.where(exponent < 0, (exponent & (quarter - 1)) | quarter, exponent)
 
 
-def _powers(base: Tensor, exponent: Tensor, out: Tensor, spare: list[Tensor]) -> None:
+def _raise_by_bits(base: Tensor, exponent: Tensor, out: Tensor) -> None:
     """Powers of a block, from the lowest bits on. Without a choice by elements, for which torch branches at each: a factor is
     1 and, where the bit is set, what the square is more."""
     least, most = (int(bound) for bound in torch.aminmax(exponent))
     if least == most >= 0:
-        _multiply(base, out, path(most, out.dtype), spare)
-        return
+        return _raise_block(base, out, reduced(most, out.dtype))
     square, factor, last = base.clone(), torch.empty_like(out), 8 * out.dtype.itemsize - 1
     out.fill_(1)
     for bit in range(max(most, 1).bit_length()):
@@ -323,10 +270,6 @@ def triton_kernels() -> Any:
     return module if module.AVAILABLE else None
 
 
-def _scalar_batched(info: Any, dims: Any, base: Tensor, exponent: Any) -> tuple[Tensor, int]:
-    return int_pow(base, exponent), dims[0]
-
-
 def _tensor_batched(info: Any, dims: Any, base: Tensor, exponent: Tensor) -> tuple[Tensor, int]:
     pairs = ((base, dims[0]), (exponent, dims[1]))
     dtype = torch.result_type(*(x if dim is None else x.select(dim, 0) for x, dim in pairs))
@@ -337,9 +280,8 @@ def _tensor_batched(info: Any, dims: Any, base: Tensor, exponent: Tensor) -> tup
 
 torch.library.define("shardwise::int_pow", "(Tensor base, SymInt exponent) -> Tensor")
 torch.library.define("shardwise::int_pow.Tensor", "(Tensor base, Tensor exponent) -> Tensor")
-torch.library.impl("shardwise::int_pow", "CompositeExplicitAutograd", _scalar_now)
-torch.library.impl("shardwise::int_pow.Tensor", "CompositeExplicitAutograd", _tensor_now)
-torch.library.register_fake("shardwise::int_pow", _scalar_fake)
-torch.library.register_fake("shardwise::int_pow.Tensor", _tensor_fake)
-torch.library.register_vmap("shardwise::int_pow", _scalar_batched)
+torch.library.register_vmap("shardwise::int_pow", lambda info, dims, base, exponent: (int_pow(base, exponent), dims[0]))
 torch.library.register_vmap("shardwise::int_pow.Tensor", _tensor_batched)
+for _name, _now, _fake in (("int_pow", _scalar_now, _scalar_fake), ("int_pow.Tensor", _tensor_now, _tensor_fake)):
+    torch.library.impl(f"shardwise::{_name}", "CompositeExplicitAutograd", _now)
+    torch.library.register_fake(f"shardwise::{_name}", _fake)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise import OperatorError
@@ -120,15 +121,25 @@ def test_operators_keep_torchs_promises() -> None:
         torch.library.opcheck(torch.ops.shardwise.int_pow.Tensor, (x, y))
 
 
-def test_paths_are_short() -> None:
-    for e in range(1, 1000):
-        steps = module.path(e, torch.int64)
-        made = {1}
-        for last, following in pairwise(steps):
-            assert following - last in made
-            made.add(following)
-        assert steps[-1] == e
-    assert [len(module.path(e, torch.int64)) - 1 for e in (2, 3, 15, 31, 63)] == [1, 2, 5, 7, 8]
+class Multiplications(TorchDispatchMode):
+    """Counts the operators of a block."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_powers_take_few_multiplications() -> None:
+    x, counts = torch.arange(-5, 6), {}
+    for e in range(2, 1000):
+        with Multiplications() as counted:
+            found = module.raised(x, e)
+        assert torch.equal(found, x**e), e
+        counts[e] = counted.count
+    assert [counts[e] for e in (2, 3, 15, 31, 63)] == [1, 2, 5, 7, 8]
+    assert all(count < 2 * e.bit_length() for e, count in counts.items())
 
 
 def test_the_file_of_the_gpu_kernels_is_found() -> None:

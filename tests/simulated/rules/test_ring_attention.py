@@ -148,11 +148,11 @@ def test_plain_tensors_attend_where_they_are() -> None:
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 def test_devices_without_a_kernel_compute_the_same(causal: bool) -> None:
     query, key, value = tensors(7)
-    way = attend.Way(causal, 0.3)
-    out, lse = attend._cpu(query, key, value, way)
-    same([*attend._plain(query, key, value, way)], [out, lse])
-    given = (query.sin(), query, key, value, out, lse, way)
-    same([*attend._plain_backward(*given)], [*attend._cpu_backward(*given)])
+    way = {"is_causal": causal, "scale": 0.3}
+    out, lse = attend._cpu(query, key, value, **way)
+    same([*attend._plain(query, key, value, **way)], [out, lse])
+    given = (query.sin(), query, key, value, out, lse)
+    same([*attend._plain_backward(*given, **way)], [*attend._cpu_backward(*given, **way)])
 
 
 def test_autocast() -> None:
