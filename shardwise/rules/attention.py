@@ -1,7 +1,8 @@
 """Scaled dot product attention: batch and heads may be sharded, and the queries of the CPU's operator where it is not causal.
 
 Keys with fewer heads than queries serve groups of them (`enable_gqa`): heads are then sharded by whole groups. With dropout the
-operators draw random numbers of their own, so all runs whole on every rank, from one seed.
+operators draw random numbers of their own, so all runs whole on every rank, from one seed. Flex attention is decomposed into
+operators that have rules: the functions that a user gives see global indices, and the matrix of scores is materialised.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.tensors import flex_operators
+from ..base.schema import schema_of
 from ..errors import OperatorError
 from ..layouts.layout import Dim, Factor, Layout, sharded, whole
 from ..propagation.notation import Call, Kernel, Pattern, Proposal, labels, parse
 from ..propagation.table import rule
 from ..tensor.draw import seeded
+from ..tensor.dtensor import DTensor
 from ..tensor.toolbox import Toolbox
 
 Patterns = tuple[Pattern, ...]
@@ -30,34 +34,21 @@ Patterns = tuple[Pattern, ...]
 def _checked(call: Call, wants: Sequence[Layout]) -> Kernel:
     """The operators misread a last dim that is not contiguous, which a gathered one may be, and do not take a rank without
     batch, heads or queries: what that gives is empty or zero."""
-    op = call.op
+    op, named = call.op, schema_of(call.op).named
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        given = [_contiguous(x) for x in args]
-        named = {name: _contiguous(x) for name, x in kwargs.items()}
-        tensors = [x for x in given if isinstance(x, Tensor) and x.ndim == 4]
+        given = {name: _contiguous(x) for name, x in named(args, kwargs).items()}
+        tensors = [x for x in given.values() if isinstance(x, Tensor) and x.ndim == 4]
         if all(x.numel() for x in tensors):
-            return op(*given, **named)
-        outs = op(*map(_without_data, given), **{name: _without_data(x) for name, x in named.items()})
-        return tuple(_zeros(out, tensors[0].device) for out in outs)
+            return op(**given)
+        outs = op(**{name: x.to("meta") if isinstance(x, Tensor) else x for name, x in given.items()})
+        return tuple(torch.zeros_like(x, device=tensors[0].device) if isinstance(x, Tensor) else x for x in outs)
 
     return kernel
 
 
-def _contiguous(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.ndim in (2, 4) and value.stride(-1) != 1:
-        return value.contiguous()
-    return value
-
-
-def _without_data(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) else value
-
-
-def _zeros(value: Any, device: torch.device) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).zero_()
+def _contiguous(x: Any) -> Any:
+    return x.contiguous() if isinstance(x, Tensor) and x.ndim in (2, 4) and x.stride(-1) != 1 else x
 
 
 # ── groups of heads ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -82,16 +73,15 @@ def _by_group(inputs: Patterns, outputs: Patterns, call: Call) -> Proposal | Non
         layout.replace(dims=_placed(layout.shape, letters, dims), partials=())
         for layout, letters in zip(call.tensors, names, strict=True)
     )
-    results = []
-    for i, (pattern, result) in enumerate(zip(outputs, call.results, strict=False)):
-        letters = () if pattern.same else labels(pattern, call, len(result.shape))
-        results.append(call.result(i, _placed(result.shape, letters, dims)))
-    return Proposal(wants, tuple(results), kernel=_checked(call, wants))
+    results = tuple(
+        call.result(i, _placed(one.shape, () if pattern.same else labels(pattern, call, len(one.shape)), dims))
+        for i, (pattern, one) in enumerate(zip(outputs, call.results, strict=False))
+    )
+    return Proposal(wants, results, kernel=_checked(call, wants))
 
 
 def _axes(call: Call, names: list[tuple[str, ...]]) -> dict[str, list[str]]:
-    """The axes that shard the batch and those that sharding heads: as the query has it now, else the key, else any other
-    tensor."""
+    """The axes that shard the batch and those that shard heads, as the query has it now, else the key, else any tensor."""
     found: dict[str, list[str]] = {"b": [], "h": []}
     first = (call["query"], call["key"])
     order = sorted(zip(call.tensors, names, strict=True), key=lambda item: item[0] not in first)
@@ -152,3 +142,6 @@ def _refuse_nested(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 rule("_nested_tensor_from_mask", program=_refuse_nested)
+
+for _operator, _meaning in flex_operators():
+    _operator.py_impl(DTensor)(_meaning)

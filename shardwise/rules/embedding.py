@@ -18,25 +18,11 @@ from ..layouts.placement import Replicate
 from ..propagation.notation import Call, Proposal
 from ..propagation.table import rule
 from ..tensor.toolbox import Toolbox
-from .shard_position import OUTSIDE, ShardPosition, at_least_one, keep
+from .shard_position import OUTSIDE, ShardPosition, at_least_one, keep, reading
 
 
 def _rows(call: Call, wants: Sequence[Layout]) -> Any:
-    """Look up the rows that this rank holds; the others are zero."""
-    if not wants[0].axes_of(0):
-        return None
-    shard, op = ShardPosition(wants[0], 0), call.op
-
-    def kernel(*args: Any, **kwargs: Any) -> Tensor:
-        (weight, indices, *rest), numbers = shard.split(args)
-        position, mine = shard.local(indices, numbers)
-        try:
-            found: Tensor = op(at_least_one(weight, 0), position, *rest, **kwargs)
-        except (IndexError, RuntimeError) as error:
-            raise shard.naming(error, indices) from None
-        return keep(found, mine[..., None])
-
-    return kernel, *shard.numbers
+    return reading(wants[0], 0, 1, call.op)
 
 
 rule("embedding", "v d, ... -> ... d", linear=((0,),), passes="all", kernel=_rows)
@@ -96,10 +82,8 @@ def _own_rows(op: Any, words: list[Any], shard: ShardPosition) -> Any:
         elsewhere = torch.where((indices < 0) | (indices >= shard.size), OUTSIDE, 0)
         position = torch.where(mine, position, elsewhere).to(indices.dtype)
         weights = mine.to(weight.dtype) if samples is None else keep(samples, mine)
-        try:
+        with shard.naming(indices):
             bags = op(at_least_one(weight, 0), position, offsets, scale, SUM, sparse, weights, last, -1)[0]
-        except RuntimeError as error:
-            raise shard.naming(error, indices) from None
         few = weight.new_ones(2, 1), counts.to(indices.dtype)
         _, *others = op(*few, offsets, scale, mode, sparse, samples, last, 0 if padding >= 0 else -1)
         if mode == MEAN:

@@ -8,8 +8,11 @@ be sharded; an `s` that is sharded is read as a partial sum, and written to with
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from .._torch.compiler import NotTraced, tracing_context
 from ..errors import OperatorError
-from ..layouts.layout import Factor, Layout, sharded, whole
+from ..layouts.layout import Dim, Factor, Layout, sharded, whole
 from ..layouts.mesh import Mesh
 from ..propagation.notation import Call, Kernel, Pattern, Proposal, Rule
 from ..propagation.table import rule
@@ -28,22 +31,16 @@ aten = torch.ops.aten
 MASKS = (torch.bool, torch.uint8)
 
 
-def _letters(call: Call) -> tuple[list[str], list[str], list[str], list[int]]:
+def _patterns(call: Call) -> tuple[list[Pattern], list[int]]:
     """The letters of the tensor, of the indices together, of what is read, and the dims that are indexed."""
     indices = call["indices"]
-    ndim = call["self"].ndim
     indexed = [dim for dim, index in enumerate(indices) if index is not None]
-    shape = torch.broadcast_shapes(*(indices[dim].shape for dim in indexed))
-    own = [f"s{dim}" if dim in indexed else f"u{dim}" for dim in range(ndim)]
-    together = [f"j{i}" for i in range(len(shape))]
+    own = [f"s{dim}" if dim in indexed else f"u{dim}" for dim in range(call["self"].ndim)]
+    together = [f"j{i}" for i in range(len(torch.broadcast_shapes(*(indices[dim].shape for dim in indexed))))]
     rest = [letter for letter in own if letter.startswith("u")]
-    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
-    before = indexed[0] if adjacent else 0
-    return own, together, [*rest[:before], *together, *rest[before:]], indexed
-
-
-def _pattern(letters: Sequence[str]) -> Pattern:
-    return Pattern(tuple(letters), False, None, ())
+    before = indexed[0] if indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
+    out = [*rest[:before], *together, *rest[before:]]
+    return [Pattern(tuple(letters), False, None, ()) for letters in (own, together, out)], indexed
 
 
 def _has_masks(call: Call) -> bool:
@@ -62,23 +59,21 @@ class _ShardedDims:
 
     def local(self, x: Tensor, indices: Sequence[Any], numbers: Sequence[Tensor], spare: bool) -> tuple[list[Any], Any]:
         """The indices as positions on this rank, and which elements are all on it (None: all)."""
-        found, mine = list(indices), None
-        taken = 0
+        found, mine, rest = list(indices), None, iter(numbers)
         for dim, shard in self.shards.items():
-            own = numbers[taken : taken + len(shard.numbers)]
-            taken += len(shard.numbers)
             index = torch.where(indices[dim] < 0, indices[dim] + shard.size, indices[dim])
+            own = list(islice(rest, len(shard.numbers)))
             found[dim], here = shard.local(index, own, elsewhere=x.shape[dim] if spare else 0)
             mine = here if mine is None else mine & here
         return found, mine
 
-    def naming(self, error: Exception, indices: Sequence[Any]) -> Exception:
-        """An operator's error with the index that was given, where it is none of a sharded dim."""
-        for dim, shard in self.shards.items():
-            named = shard.naming(error, indices[dim], -shard.size)
-            if named is not error:
-                return named
-        return error
+    @contextmanager
+    def naming(self, indices: Sequence[Any]) -> Iterator[None]:
+        """Puts into an operator's error the index that is none of a sharded dim."""
+        with ExitStack() as stack:
+            for dim, shard in self.shards.items():
+                stack.enter_context(shard.naming(indices[dim], -shard.size))
+            yield
 
 
 def _read(indexed: Sequence[int], behind: int, call: Call, wants: Sequence[Layout]) -> Any:
@@ -91,10 +86,8 @@ def _read(indexed: Sequence[int], behind: int, call: Call, wants: Sequence[Layou
         positions, mine = sharding.local(x, indices, numbers, spare=False)
         for dim in sharding.shards:
             x = at_least_one(x, dim)
-        try:
+        with sharding.naming(indices):
             found = op(x, positions)
-        except (IndexError, RuntimeError) as error:
-            raise sharding.naming(error, indices) from None
         return keep(found, mine[(..., *[None] * behind)])
 
     return kernel, *sharding.numbers
@@ -112,10 +105,8 @@ def _write(indexed: Sequence[int], call: Call, wants: Sequence[Layout]) -> Any:
         out = x
         for dim in sharding.shards:
             out = padded(out, dim)
-        try:
+        with sharding.naming(indices):
             out = op(out, positions, values, *args[:count], **kwargs)
-        except (IndexError, RuntimeError) as error:
-            raise sharding.naming(error, indices) from None
         for dim in sharding.shards:
             out = out.narrow(dim, 0, x.shape[dim])
         return x.copy_(out) if in_place else out.contiguous()
@@ -129,22 +120,19 @@ def _write(indexed: Sequence[int], call: Call, wants: Sequence[Layout]) -> Any:
 def _index(call: Call) -> Rule | Proposal:
     if _has_masks(call):
         return Proposal((), (), program=_by_mask)
-    own, together, out, indexed = _letters(call)
-    inputs = (_pattern(own), *(_pattern(together) for _ in indexed))
-    behind = len(out) - out.index(together[-1]) - 1 if together else 0
-    return Rule(inputs, (_pattern(out),), linear=((0,),), passes="all", kernel=partial(_read, indexed, behind))
+    (own, together, out), indexed = _patterns(call)
+    behind = len(out.before) - out.before.index(together.before[-1]) - 1 if together.before else 0
+    kernel = partial(_read, indexed, behind)
+    return Rule((own, *[together] * len(indexed)), (out,), linear=((0,),), passes="all", kernel=kernel)
 
 
 def _index_put(call: Call) -> Rule | Proposal:
     if _has_masks(call):
         return Proposal((), (), program=_put_by_mask)
-    own, together, out, indexed = _letters(call)
-    inputs = (_pattern(own), *(_pattern(together) for _ in indexed), _pattern(out))
-    added = ((0, len(inputs) - 1),)
-    kernel = partial(_write, indexed)
-    if call["accumulate"]:
-        return Rule(inputs, (_pattern(own),), linear=added, kernel=kernel)
-    return Rule(inputs, (_pattern(own),), linear=added, kernel=kernel, whole=frozenset(together), lost=None)
+    (own, together, out), indexed = _patterns(call)
+    inputs = (own, *[together] * len(indexed), out)
+    row = Rule(inputs, (own,), linear=((0, len(inputs) - 1),), kernel=partial(_write, indexed))
+    return row if call["accumulate"] else replace(row, whole=frozenset(together.before), lost=None)
 
 
 # ── masks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -153,39 +141,34 @@ def _index_put(call: Call) -> Rule | Proposal:
 # the ranks tell each other how many these are, and no data moves.
 
 
-def _sharded_alike(tools: Toolbox, mesh: Mesh, mask: Any, *tensors: Any) -> tuple[Factor | None, list[Any]]:
-    """How the first dim is sharded, and the tensors, whose first dims are those of the mask, with no other of these sharded."""
+def _selected(tools: Toolbox, mesh: Mesh, mask: Any, *tensors: Any) -> tuple[Factor, list[Any]]:
+    """What the ranks select, one after the other; and the mask and the tensors, whose first dims are those of the mask, sharded
+    alike along the first of these and along no other."""
     if tracing_context() is not None:
         raise NotTraced(
             f"{tools.operator} in a compiled function: how many elements it selects depends on data; call it outside of "
             "compiled functions, or keep the shape with torch.where or masked_fill"
         )
-    several = [_on(tools, mesh, x) for x in (mask, *tensors)]
-    ndim, layouts = mask.ndim, [tools.layout(x).reduced() for x in several]
-    if not ndim:
-        return None, [tools.move(x, layout) for x, layout in zip(several, layouts, strict=True)]
-    axes = [[axis for dim in range(ndim) for axis in layout.axes_of(dim)] for layout in layouts]
+    several, ndim = [_on(tools, mesh, x) for x in (mask, *tensors)], mask.ndim
+    wants = [tools.layout(x).reduced() for x in several]
+    axes = [[axis for dim in range(ndim) for axis in layout.axes_of(dim)] for layout in wants]
     lead = max(range(len(axes)), key=lambda i: (len(axes[i]), i))
-    first = layouts[lead].dims[0]
+    first: Dim = wants[lead].dims[0] if ndim else (whole(1),)
     if len(first) > 1 or set(first[0].axes) != set(axes[lead]):
         first = (sharded(mask.shape[0], axes[lead], mesh),)
-    front = [first, *((whole(n),) for n in mask.shape[1:])]
-    wants = [layout.replace(dims=[*front, *layout.without(axes[lead]).dims[ndim:]]) for layout in layouts]
-    return (first[0] if axes[lead] else None), [tools.move(x, want) for x, want in zip(several, wants, strict=True)]
+    if ndim:
+        front = [first, *((whole(n),) for n in mask.shape[1:])]
+        wants = [layout.replace(dims=[*front, *layout.without(axes[lead]).dims[ndim:]]) for layout in wants]
+    several = [tools.move(x, want) for x, want in zip(several, wants, strict=True)]
+    count = tools.each(lambda x: x.count_nonzero().view(1), mesh, several[0])
+    shards, by = len(first[0].sizes), first[0].axes
+    line = Layout.of(mesh, [(Factor(shards, by, (1,) * shards),)], (), torch.int64)
+    sizes = tools.plain(tools.wrap(count, line), tools.operator).tolist()
+    return Factor(sum(sizes), by, tuple(sizes)), several
 
 
 def _on(tools: Toolbox, mesh: Mesh, x: Any) -> Any:
     return x if tools.is_distributed(x) and tools.layout(x).mesh is mesh else tools.replicated(x, mesh, tools.operator)
-
-
-def _counted(tools: Toolbox, mesh: Mesh, factor: Factor | None, count: Tensor) -> Factor:
-    """What the ranks select, one after the other, from the number of elements that each finds."""
-    if factor is None:
-        return whole(int(tools.plain(tools.wrap(count, Layout.of(mesh, [(whole(1),)], (), torch.int64)))))
-    shards = len(factor.sizes)
-    each = Layout.of(mesh, [(Factor(shards, factor.axes, (1,) * shards),)], (), torch.int64)
-    sizes = tools.plain(tools.wrap(count, each), tools.operator).tolist()
-    return Factor(sum(sizes), factor.axes, tuple(sizes))
 
 
 def _on_all(tools: Toolbox, op: Any, mesh: Mesh, *tensors: Any) -> Any:
@@ -194,16 +177,11 @@ def _on_all(tools: Toolbox, op: Any, mesh: Mesh, *tensors: Any) -> Any:
     return tools.wrap(tools.each(op, mesh, *several), tools.layout(several[0]).replace(stride=None))
 
 
-def _found(x: Tensor) -> Tensor:
-    return x.count_nonzero().view(1)
-
-
 def _nonzero(tools: Toolbox, op: Any, x: Any) -> Any:
     mesh = tools.mesh(x)
-    factor, (x,) = _sharded_alike(tools, mesh, x)
-    start = tools.offset(tools.layout(x), 0) if factor else None
+    found, (x,) = _selected(tools, mesh, x)
+    start = tools.offset(tools.layout(x), 0) if found.axes else None
     local = tools.each(_numbered, mesh, x, start)
-    found = _counted(tools, mesh, factor, tools.each(_found, mesh, x))
     return tools.wrap(local, Layout.of(mesh, [(found,), (whole(x.ndim),)], (), torch.int64))
 
 
@@ -223,8 +201,7 @@ def _masked_select(tools: Toolbox, op: Any, x: Any, mask: Any) -> Any:
 
 def _select(tools: Toolbox, op: Any, x: Any, indices: Sequence[Any]) -> Any:
     mesh = tools.mesh(x, *indices)
-    factor, (mask, x) = _sharded_alike(tools, mesh, indices[0], x)
-    found = _counted(tools, mesh, factor, tools.each(_found, mesh, mask))
+    found, (mask, x) = _selected(tools, mesh, indices[0], x)
     local = tools.each(lambda x, mask: op(x, [mask]), mesh, x, mask)
     return tools.wrap(local, Layout.of(mesh, [(found,), *tools.layout(x).dims[mask.ndim :]], (), x.dtype))
 
@@ -234,8 +211,7 @@ def _masked_scatter(tools: Toolbox, op: Any, x: Any, mask: Any, source: Any) -> 
     mask, x = mask.expand(shape), x.expand(shape)
     if tracing_context() is not None:
         return _on_all(tools, op, mesh, x, mask, source)
-    factor, (mask, x) = _sharded_alike(tools, mesh, mask, x)
-    found = _counted(tools, mesh, factor, tools.each(_found, mesh, mask))
+    found, (mask, x) = _selected(tools, mesh, mask, x)
     if source.numel() < found.size:
         raise RuntimeError(f"masked_scatter: the mask selects {found.size} elements, but source has only {source.numel()}")
     line = _on(tools, mesh, source.reshape(-1)[: found.size])
@@ -299,8 +275,8 @@ def _put_found(tools: Toolbox, x: Any, mask: Any, values: Any, put: Kernel) -> A
     mesh = tools.mesh(x, mask, values)
     if tracing_context() is not None:
         return _on_all(tools, put, mesh, x, mask, values)
-    factor, (mask, x) = _sharded_alike(tools, mesh, mask, x)
-    found, layout = _counted(tools, mesh, factor, tools.each(_found, mesh, mask)), tools.layout(x)
+    found, (mask, x) = _selected(tools, mesh, mask, x)
+    layout = tools.layout(x)
     values = _on(tools, mesh, values.expand(found.size, *x.shape[mask.ndim :]))
     goal = tools.layout(values).replace(dims=[(found,), *layout.dims[mask.ndim :]], partials=())
     local = tools.each(put, mesh, x, mask, tools.move(values, goal, tools.operator))

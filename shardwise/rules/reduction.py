@@ -283,3 +283,10 @@ rule(
     "norm", program=lambda tools, op, x, p=2, *rest, **words: aten.linalg_vector_norm(x, 2 if p is None else p, *rest, **words)
 )
 rule("dist", program=lambda tools, op, x, other, p=2: aten.linalg_vector_norm(x - other, p))
+
+
+# ── one Python number or truth value ──────────────────────────────────────────────────────────────────────────────────
+
+rule("_local_scalar_dense", program=lambda tools, op, x: tools.plain(x, "item").item())
+rule("equal", program=lambda tools, op, x, other: x.shape == other.shape and bool((x == other).all()))
+rule("allclose", program=lambda tools, op, *args, **words: bool(aten.isclose(*args, **words).all()))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,13 +49,18 @@ class ShardPosition:
         outside = torch.where((index < 0) | (index >= self.size), OUTSIDE, elsewhere)
         return torch.where(mine, position, outside).to(index.dtype), mine
 
-    def naming(self, error: Exception, index: Tensor, least: int = 0) -> Exception:
-        """An operator's error with the index that was given, if one is not from `least` to less than the global size: the
+    @contextmanager
+    def naming(self, index: Tensor, least: int = 0, ignored: float = math.nan) -> Iterator[None]:
+        """Puts into an operator's error the index that is not from `least` to less than the global size, nor `ignored`: the
         operator knows only local positions."""
-        wrong = index[(index < least) | (index >= self.size)]
-        if not wrong.numel():
-            return error
-        return type(error)(f"index {wrong[0].item()} is out of bounds for dimension {self.dim} with size {self.size}")
+        try:
+            yield
+        except (IndexError, RuntimeError) as error:
+            wrong = index[((index < least) | (index >= self.size)) & (index != ignored)]
+            if not wrong.numel():
+                raise
+            text = f"index {wrong[0].item()} is out of bounds for dimension {self.dim} with size {self.size}"
+            raise type(error)(text) from None
 
     def _by_factor(self, index: Tensor, numbers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The same for a dim of several factors: an index is a number whose digits are positions in the factors."""
@@ -86,11 +92,14 @@ def _numbers(layout: Layout, factor: Any) -> tuple[Number, Number]:
     return start, Number(lambda place: factor.sizes[layout.shard(factor, place)])
 
 
+def zero_rows(x: Tensor, dim: int, rows: int = 1) -> Tensor:
+    """Zeros of the shape of `x`, but for the rows along a dim."""
+    return x.new_zeros([rows if i == dim else n for i, n in enumerate(x.shape)])
+
+
 def at_least_one(x: Tensor, dim: int) -> Tensor:
     """`x`, or a row of zeros where it has none, so that there is something to look up."""
-    if x.shape[dim]:
-        return x
-    return x.new_zeros([1 if i == dim else n for i, n in enumerate(x.shape)])
+    return x if x.shape[dim] else zero_rows(x, dim)
 
 
 def keep(x: Tensor, mine: Tensor) -> Tensor:
@@ -100,7 +109,25 @@ def keep(x: Tensor, mine: Tensor) -> Tensor:
 
 def padded(x: Tensor, dim: int) -> Tensor:
     """`x` with one row more, to be written to in place of rows that other ranks hold."""
-    return torch.cat([x, x.new_zeros([1 if i == dim else n for i, n in enumerate(x.shape)])], dim)
+    return torch.cat([x, zero_rows(x, dim)], dim)
+
+
+def reading(layout: Layout, dim: int, at: int, op: Any) -> tuple[Any, ...] | None:
+    """A kernel of an operator that reads the rows of its first argument that indices name, which are argument `at`: those that
+    this rank holds, and zeros for the others. None where the dim of the rows is not sharded."""
+    if dim >= layout.ndim or not layout.axes_of(dim):
+        return None
+    shard = ShardPosition(layout, dim)
+
+    def kernel(*args: Any, **kwargs: Any) -> Tensor:
+        (x, *given), numbers = shard.split(args)
+        index = given[at - 1]
+        given[at - 1], mine = shard.local(index, numbers)
+        with shard.naming(index):
+            found: Tensor = op(at_least_one(x, dim), *given, **kwargs)
+        return keep(found, mine[(..., *[None] * (found.ndim - dim - mine.ndim))])
+
+    return kernel, *shard.numbers
 
 
 def indices(start: Any, end: Any, step: int, size: Any) -> tuple[Any, Any, int]:

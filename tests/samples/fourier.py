@@ -1,4 +1,4 @@
-"""Samples for the rules of shardwise/rules/fourier.py."""
+"""Samples for the rules of shardwise/rules/linalg.py: Fourier transforms."""
 
 from __future__ import annotations
 
