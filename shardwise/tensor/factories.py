@@ -3,8 +3,9 @@ its own shard, except of a permutation; random numbers are those of the whole te
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import SymFloat, SymInt, Tensor
@@ -32,105 +33,20 @@ class Want(NamedTuple):
     numbers: tuple[Any, ...] = ()
 
 
-class _How(NamedTuple):
-    """The keywords of the functions here: those of torch's, and `mesh`, which is short for `device_mesh`."""
+class Keywords(TypedDict, total=False):
+    """What all functions here take beside sizes: torch's keywords, and `mesh`, which is short for `device_mesh`."""
 
-    mesh: Any
-    placements: Any
+    mesh: Mesh | Any
+    placements: Placements | None
     dtype: torch.dtype | None
-    layout: Any = torch.strided
-    requires_grad: bool = False
-    device_mesh: Any = None
+    layout: torch.layout
+    requires_grad: bool
+    device_mesh: Mesh | Any
 
 
-def _new(size: Any, want: Want, how: _How) -> DTensor:
-    shape = sizes(size[0] if len(size) == 1 and not isinstance(size[0], int) else size, "size")
-    optional(a_dtype, how.dtype, "dtype")
-    flag(how.requires_grad, "requires_grad")
-    dtype = torch.get_default_dtype() if how.dtype is None else how.dtype
-    if how.layout is not torch.strided:
-        refuse("layout", "torch.strided, which is how the elements of a DTensor lie (placements say on which rank)", how.layout)
-    if how.mesh is not None and how.device_mesh is not None:
-        raise MeshError("give one of mesh= and device_mesh=, which are the same")
-    mesh = chosen(how.device_mesh if how.mesh is None else how.mesh)
-    if torch.compiler.is_compiling():
-        told = (mesh.write(), written(how.placements), dtype, want.draw, want.numbers, LIBRARY.key())
-        traced: DTensor = torch.ops.shardwise.new(shape, *told)
-        return traced.requires_grad_(how.requires_grad)
-    return made_tensor(shape, mesh, how.placements, dtype, want).requires_grad_(how.requires_grad)
-
-
-def made_tensor(shape: Sequence[int], mesh: Mesh, placements: Any, dtype: torch.dtype, want: Want) -> DTensor:
-    """A new tensor."""
-    wanted = [Replicate()] * mesh.ndim if placements is None else placements
-    layout = make_layout(shape, mesh, wanted, dtype).reduced()
-    made: Any
-    if want.draw == "permutation":
-        made = _permutation(Toolbox(DTensor), layout.replace(dtype=torch.int64)).to(dtype)
-    elif want.draw:
-        made = draw(Toolbox(DTensor), layout, Draw(*want))
-    else:
-        local = transport(mesh).each(_fill, mesh, PerRank(layout.local_shape), want.numbers, dtype, layout.device)
-        made = wrap(DTensor, local, layout)
-    return made
-
-
-def _fill(shape: tuple[int, ...], value: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if not value:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.full(shape, value[0], dtype=dtype, device=device)
-
-
-def _permutation(tools: Toolbox, layout: Layout) -> DTensor:
-    """The order of random words: every rank sorts all of them, which is quicker than a sort that communicates."""
-    words = draw(tools, layout.replicated(), Draw("bits"))
-    local = tools.each(_order, layout.mesh, words)
-    return tools.move(tools.wrap(local, layout.replicated()), layout)
-
-
-def _order(words: Tensor) -> Tensor:
-    return torch.sort(words, stable=True).indices
-
-
-def zeros(
-    *size: Any,
-    mesh: Mesh | Any = None,
-    placements: Placements | None = None,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: Mesh | Any = None,
-) -> DTensor:
-    """Zeros. A partial axis is replicated: every rank knows the value.
-
-    >>> import shardwise as sw
-    >>> zeros(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
-    DTensor(f32[4, 6@tp], mesh=(tp=2))
-    """
-    return _new(size, Want(numbers=(0,)), _How(mesh, placements, dtype, layout, requires_grad, device_mesh))
-
-
-def ones(
-    *size: Any,
-    mesh: Mesh | Any = None,
-    placements: Placements | None = None,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: Mesh | Any = None,
-) -> DTensor:
-    """Ones.
-
-    >>> import shardwise as sw
-    >>> ones(6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(0)}).sum().item()
-    6.0
-    """
-    return _new(size, Want(numbers=(1,)), _How(mesh, placements, dtype, layout, requires_grad, device_mesh))
-
-
-def full(  # noqa: PLR0913  torch's keywords
+def _new(  # noqa: PLR0913  torch's keywords
     size: Any,
-    fill_value: Any,
+    want: Want,
     *,
     mesh: Mesh | Any = None,
     placements: Placements | None = None,
@@ -139,6 +55,67 @@ def full(  # noqa: PLR0913  torch's keywords
     requires_grad: bool = False,
     device_mesh: Mesh | Any = None,
 ) -> DTensor:
+    shape = sizes(size[0] if len(size) == 1 and not isinstance(size[0], int) else size, "size")
+    optional(a_dtype, dtype, "dtype")
+    flag(requires_grad, "requires_grad")
+    if layout is not torch.strided:
+        refuse("layout", "torch.strided, which is how the elements of a DTensor lie (placements say on which rank)", layout)
+    if mesh is not None and device_mesh is not None:
+        raise MeshError("give one of mesh= and device_mesh=, which are the same")
+    on, dtype = chosen(device_mesh if mesh is None else mesh), dtype or torch.get_default_dtype()
+    if torch.compiler.is_compiling():
+        facts = (on.write(), written(placements), dtype, want.draw, want.numbers, LIBRARY.key())
+        made: DTensor = torch.ops.shardwise.new(shape, *facts)
+    else:
+        made = made_tensor(shape, on, placements, dtype, want)
+    return made.requires_grad_(requires_grad)
+
+
+def made_tensor(shape: Sequence[int], mesh: Mesh, placements: Any, dtype: torch.dtype, want: Want) -> DTensor:
+    """A new tensor."""
+    wanted = [Replicate()] * mesh.ndim if placements is None else placements
+    layout, tools = make_layout(shape, mesh, wanted, dtype).reduced(), Toolbox(DTensor)
+    if want.draw == "permutation":
+        return _permutation(tools, layout.replace(dtype=torch.int64)).to(dtype)
+    if want.draw:
+        return draw(tools, layout, Draw(*want))
+    local = transport(mesh).each(_fill, mesh, PerRank(layout.local_shape), want.numbers, dtype, layout.device)
+    return wrap(DTensor, local, layout)
+
+
+def _fill(shape: tuple[int, ...], value: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    make = torch.full if value else torch.empty
+    return make(shape, *value, dtype=dtype, device=device)
+
+
+def _permutation(tools: Toolbox, layout: Layout) -> Any:
+    """The order of random words: every rank sorts all of them, which is quicker than a sort that communicates."""
+    words = draw(tools, layout.replicated(), Draw("bits"))
+    local = tools.each(lambda words: torch.sort(words, stable=True).indices, layout.mesh, words)
+    return tools.move(tools.wrap(local, layout.replicated()), layout)
+
+
+def zeros(*size: Any, **words: Unpack[Keywords]) -> DTensor:
+    """Zeros. A partial axis is replicated: every rank knows the value.
+
+    >>> import shardwise as sw
+    >>> zeros(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
+    DTensor(f32[4, 6@tp], mesh=(tp=2))
+    """
+    return _new(size, Want(numbers=(0,)), **words)
+
+
+def ones(*size: Any, **words: Unpack[Keywords]) -> DTensor:
+    """Ones.
+
+    >>> import shardwise as sw
+    >>> ones(6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(0)}).sum().item()
+    6.0
+    """
+    return _new(size, Want(numbers=(1,)), **words)
+
+
+def full(size: Any, fill_value: Any, **words: Unpack[Keywords]) -> DTensor:
     """One value everywhere.
 
     >>> import shardwise as sw
@@ -147,80 +124,42 @@ def full(  # noqa: PLR0913  torch's keywords
     """
     if not isinstance(fill_value, int | float | complex | SymInt | SymFloat):
         refuse("full: fill_value", "a number", fill_value)
-    optional(a_dtype, dtype, "full: dtype")
-    return _new(
-        (size,),
-        Want(numbers=(fill_value,)),
-        _How(mesh, placements, dtype or torch.tensor(fill_value).dtype, layout, requires_grad, device_mesh),
-    )
+    if words.get("dtype") is None:
+        words["dtype"] = torch.tensor(fill_value).dtype
+    return _new((size,), Want(numbers=(fill_value,)), **words)
 
 
-def empty(
-    *size: Any,
-    mesh: Mesh | Any = None,
-    placements: Placements | None = None,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: Mesh | Any = None,
-) -> DTensor:
+def empty(*size: Any, **words: Unpack[Keywords]) -> DTensor:
     """Uninitialised memory.
 
     >>> import shardwise as sw
     >>> empty(4, mesh=sw.init_mesh(tp=2), dtype=torch.int64)
     DTensor(i64[4], mesh=(tp=2))
     """
-    return _new(size, Want(), _How(mesh, placements, dtype, layout, requires_grad, device_mesh))
+    return _new(size, Want(), **words)
 
 
-def rand(
-    *size: Any,
-    mesh: Mesh | Any = None,
-    placements: Placements | None = None,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: Mesh | Any = None,
-) -> DTensor:
+def rand(*size: Any, **words: Unpack[Keywords]) -> DTensor:
     """Numbers from 0 to 1: the same for a seed on every mesh and in every layout.
 
     >>> import shardwise as sw
     >>> rand(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _new(size, Want(*UNIFORM), _How(mesh, placements, dtype, layout, requires_grad, device_mesh))
+    return _new(size, Want(*UNIFORM), **words)
 
 
-def randn(
-    *size: Any,
-    mesh: Mesh | Any = None,
-    placements: Placements | None = None,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: Mesh | Any = None,
-) -> DTensor:
+def randn(*size: Any, **words: Unpack[Keywords]) -> DTensor:
     """Standard normal numbers: the same for a seed on every mesh and in every layout.
 
     >>> import shardwise as sw
     >>> randn(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _new(size, Want(*NORMAL), _How(mesh, placements, dtype, layout, requires_grad, device_mesh))
+    return _new(size, Want(*NORMAL), **words)
 
 
-def randint(  # noqa: PLR0913  torch's keywords
-    low: int,
-    high: int,
-    size: Any,
-    *,
-    mesh: Mesh | Any = None,
-    placements: Placements | None = None,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: Mesh | Any = None,
-) -> DTensor:
+def randint(low: int, high: int, size: Any, **words: Unpack[Keywords]) -> DTensor:
     """Integers from `low` to less than `high`: the same for a seed on every mesh and in every layout.
 
     >>> import shardwise as sw
@@ -229,35 +168,29 @@ def randint(  # noqa: PLR0913  torch's keywords
     """
     for name, bound in (("low", low), ("high", high)):
         integer(bound, f"randint: {name}", -(2**63), 2**63)
-    optional(a_dtype, dtype, "randint: dtype")
-    return _new(
-        (size,),
-        Want("integer", (low, high - 1)),
-        _How(mesh, placements, dtype or torch.int64, layout, requires_grad, device_mesh),
-    )
+    if words.get("dtype") is None:
+        words["dtype"] = torch.int64
+    return _new((size,), Want("integer", (low, high - 1)), **words)
 
 
-def randperm(  # noqa: PLR0913  torch's keywords
-    n: int,
-    *,
-    mesh: Mesh | Any = None,
-    placements: Placements | None = None,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: Mesh | Any = None,
-) -> DTensor:
+def randperm(n: int, **words: Unpack[Keywords]) -> DTensor:
     """The integers from 0 to less than `n` in a random order: the same for a seed on every mesh and in every layout.
 
     >>> import shardwise as sw
     >>> randperm(5, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(0)}).sort().values.full_tensor()
     tensor([0, 1, 2, 3, 4])
     """
-    dtype = torch.int64 if dtype is None else a_dtype(dtype, "randperm: dtype")
+    dtype = words["dtype"] = optional(a_dtype, words.get("dtype"), "randperm: dtype") or torch.int64
     integer(n, "randperm: n", 0)
     most = 2 ** DIGITS[dtype] if dtype in DIGITS else bounds(dtype)[1]
     if dtype is torch.bool or not 0 <= n <= most + 1:
         raise OperatorError(
             f"randperm of {n} integers of {dtype}: n is from 0 to {most + 1}, so that the dtype holds every one"
         )
-    return _new(((n,),), Want("permutation"), _How(mesh, placements, dtype, layout, requires_grad, device_mesh))
+    return _new(((n,),), Want("permutation"), **words)
+
+
+for _function in (zeros, ones, full, empty, rand, randn, randint, randperm):  # `help` shows their keywords one by one
+    _own, _keywords = (inspect.signature(f).parameters.values() for f in (_function, _new))
+    _all = [*(x for x in _own if x.kind is not x.VAR_KEYWORD), *(x for x in _keywords if x.kind is x.KEYWORD_ONLY)]
+    vars(_function)["__signature__"] = inspect.Signature(_all, return_annotation="DTensor")
