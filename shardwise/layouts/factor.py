@@ -105,7 +105,7 @@ def shard_runs(dim: Dim, shards: Sequence[int]) -> list[Run]:
         start, stop = factor.interval(index)
         bases = [i * factor.size for low, high in runs for i in range(low, high)] if start < stop else []
         runs = [(base + start, base + stop) for base in bases]
-    return _joined(runs)
+    return joined(runs)
 
 
 def canonical(factors: Iterable[Factor]) -> Dim:
@@ -131,14 +131,14 @@ def canonical(factors: Iterable[Factor]) -> Dim:
     return tuple(merged) or (whole(1),)
 
 
-def _joined(runs: list[Run]) -> list[Run]:
-    joined: list[Run] = []
+def joined(runs: Iterable[Run]) -> list[Run]:
+    """Ascending intervals with neighbours joined."""
+    found: list[Run] = []
     for start, stop in runs:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return joined
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, stop))
+    return found
 
 
 # ── factors without their sizes ───────────────────────────────────────────────────────────────────────────────────────

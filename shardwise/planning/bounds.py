@@ -80,7 +80,10 @@ def points(mesh: Mesh, axes: tuple[str, ...], most: int = MOST_POINTS) -> Points
 @memo("indices", limit=4096)
 def indices(mesh: Mesh, axes: tuple[str, ...], most: int = MOST_POINTS) -> list[int]:
     """At each point of the mesh, which shard of a dim sharded by these axes a rank holds. Not to be written to."""
-    at = points(mesh, mesh.axes, most)
+    return _indices(mesh, axes, points(mesh, mesh.axes, most))
+
+
+def _indices(mesh: Mesh, axes: tuple[str, ...], at: Points) -> list[int]:
     found = [0] * len(at[mesh.axes[0]])
     for axis in axes:
         n = mesh.axis_sizes[axis]
@@ -101,14 +104,7 @@ class Side(NamedTuple):
 
     def shards(self) -> list[tuple[int, ...]]:
         """At each point, the shard of each factor that a rank there holds."""
-        found = []
-        for factor in self.dim:
-            index = [0] * len(next(iter(self.at.values())))
-            for axis in factor.axes:
-                n = self.mesh.axis_sizes[axis]
-                index = [i * n + value for i, value in zip(index, self.at[axis], strict=True)]
-            found.append(index)
-        return list(zip(*found, strict=True))
+        return list(zip(*[_indices(self.mesh, factor.axes, self.at) for factor in self.dim], strict=True))
 
 
 def shares(have: Side, want: Side, pooled: Sequence[str] = ()) -> list[int]:

@@ -38,17 +38,13 @@ _measured: dict[str, dict[str, Link]] = {}
 
 
 def links(mesh: Mesh) -> dict[str, Link]:
-    """The link of each axis of a mesh's root, as measured or else by whether the axis is slow. Not to be written to.
+    """The link of each axis of a mesh's root, as measured or else by whether the axis is slow.
 
     >>> links(Mesh(("dp", "tp"), (2, 4), range(8), "cpu", "simulated", slow="dp"))["dp"]
     Link(latency=5e-05, per_byte=8e-11)
     """
-    return _measured.get(mesh.root.text) or _ordinary(mesh.root)
-
-
-@memo("links", limit=1024)
-def _ordinary(root: Mesh) -> dict[str, Link]:
-    return {axis: SLOW if axis in root.slow else ORDINARY for axis in root.axes}
+    root = mesh.root
+    return _measured.get(root.text) or {axis: SLOW if axis in root.slow else ORDINARY for axis in root.axes}
 
 
 def set_links(mesh: Mesh, measured: Mapping[str, Link]) -> None:
@@ -59,6 +55,7 @@ def set_links(mesh: Mesh, measured: Mapping[str, Link]) -> None:
     cache_clear(*CHOICES, "links of axes")
 
 
+@memo("links of axes", limit=4096)
 def route(mesh: Mesh, axes: tuple[str, ...]) -> Link:
     """What a collective over several axes together costs: their latencies' largest, and the mean second per byte received.
 
@@ -68,17 +65,12 @@ def route(mesh: Mesh, axes: tuple[str, ...]) -> Link:
     >>> route(mesh, ("dp", "tp")).latency, round(1e-9 / route(mesh, ("dp", "tp")).per_byte, 1)  # 4 of 7 peers are far: GB/s
     (5e-05, 18.4)
     """
-    return _route(mesh.root, axes)
-
-
-@memo("links of axes", limit=4096)
-def _route(root: Mesh, axes: tuple[str, ...]) -> Link:
-    crossed = [axis for axis in axes if root.axis_sizes[axis] > 1]
-    known = links(root)
-    ranks = near = math.prod([root.axis_sizes[axis] for axis in crossed])
+    known, sizes = links(mesh), mesh.root.axis_sizes
+    crossed = [axis for axis in axes if sizes[axis] > 1]
+    ranks = near = math.prod([sizes[axis] for axis in crossed])
     peers: dict[float, int] = {}  # how many are reached at each speed
     for axis in sorted(crossed, key=lambda axis: -known[axis].per_byte):
-        nearer = near // root.axis_sizes[axis]
+        nearer = near // sizes[axis]
         speed = known[axis].per_byte
         peers[speed] = peers.get(speed, 0) + near - nearer
         near = nearer

@@ -84,17 +84,13 @@ class Plan:
         return sum([_seconds(step) for step in self.steps])
 
     def __str__(self) -> str:
-        lines = [
-            (f"  {_name(step)}", str(step.after), f"{step.bytes:,} bytes" if step.communicates else "") for step in self.steps
-        ]
+        received = [f"{step.bytes:,} bytes" if step.communicates else "" for step in self.steps]
+        lines = [(f"  {_name(step)}", str(step.after), text) for step, text in zip(self.steps, received, strict=True)]
         widths = [max((len(line[i]) for line in lines), default=0) for i in (0, 1)]
         shown = [f"{a:<{widths[0]}}  → {b:<{widths[1]}}  {c}".rstrip() for a, b, c in lines]
-        return "\n".join([f"{self.have} → {self.want}: {self._summary()}", *shown])
-
-    def _summary(self) -> str:
-        plural = "" if self.collectives == 1 else "s"
         bound = f"{self.bytes:,} bytes received (at least {self.lower_bound:,}: {self.ratio:.2f})"
-        return f"{self.collectives} collective{plural}, {bound}, peak {self.peak_bytes:,} bytes, {_time(self.cost)}"
+        summary = f"{_count(self)}, {bound}, peak {self.peak_bytes:,} bytes, {_time(self.cost)}"
+        return "\n".join([f"{self.have} → {self.want}: {summary}", *shown])
 
     def explain(self) -> str:
         """The plan, and the other ways to go with what each costs.
@@ -113,24 +109,22 @@ class Plan:
             return f"{self}\nBetween meshes only what ranks lack is transferred: there is no other way to compare with."
         seen, lines = {self.steps}, []
         for name, (without, lifted) in _OTHER_WAYS.items():
-            other = self._other(without, math.inf if lifted else self.max_bytes)
-            if other is not None and other.steps not in seen:
-                seen.add(other.steps)
-                lines.append((name, other))
+            steps = search(*_lifted(self.have, self.want), math.inf if lifted else self.max_bytes, without)
+            if steps is not None and steps not in seen:
+                seen.add(steps)
+                lines.append((name, replace(self, steps=steps)))
         width = max((len(name) for name, _ in lines), default=0)
         shown = [f"  {name:<{width}}  {self._compared(other)}" for name, other in lines]
         return "\n".join([str(self), *(["Rejected:", *shown] if shown else ["No other way was found."])])
 
-    def _other(self, without: tuple[str, ...], cap: float) -> Plan | None:
-        steps = search(*_lifted(self.have, self.want), cap, without)
-        return None if steps is None else replace(self, steps=steps)
-
     def _compared(self, other: Plan) -> str:
         over = f" (over the bound of {self.max_bytes:,.0f})" if other.peak_bytes > self.max_bytes else ""
-        plural = "" if other.collectives == 1 else "s"
-        names = ", ".join(map(_name, other.steps))
-        counts = f"{other.collectives} collective{plural}, {other.bytes:,} bytes, peak {other.peak_bytes:,}{over}"
-        return f"{_time(other.cost):>7}, {counts}: {names}"
+        counts = f"{_count(other)}, {other.bytes:,} bytes, peak {other.peak_bytes:,}{over}"
+        return f"{_time(other.cost):>7}, {counts}: {', '.join(map(_name, other.steps))}"
+
+
+def _count(plan: Plan) -> str:
+    return f"{plan.collectives} collective{'' if plan.collectives == 1 else 's'}"
 
 
 def _name(step: Step) -> str:
@@ -145,17 +139,14 @@ def _time(cost: float) -> str:
 
 
 def _seconds(step: Step) -> float:
-    if step.kind in LOCAL:
-        return LOCAL_SECONDS
-    return seconds(step.kind, _link(step), step.bytes) if step.communicates else 0.0
-
-
-def _link(step: Step) -> Link:
-    """Launch latency and seconds per byte of a step; a transfer goes over the slowest links of either mesh."""
-    if step.kind != "transfer":
-        return route(step.before.mesh, step.axes)
-    every = [link for layout in (step.before, step.after) for link in links(layout.mesh).values()]
-    return Link(max(link.latency for link in every), max(link.per_byte for link in every))
+    """Estimated seconds of a step; a transfer goes over the slowest links of either mesh."""
+    if step.kind in LOCAL or not step.communicates:
+        return LOCAL_SECONDS if step.kind in LOCAL else 0.0
+    link = route(step.before.mesh, step.axes)
+    if step.kind == "transfer":
+        every = [link for layout in (step.before, step.after) for link in links(layout.mesh).values()]
+        link = Link(max(link.latency for link in every), max(link.per_byte for link in every))
+    return seconds(step.kind, link, step.bytes)
 
 
 def plan(have: Layout, want: Layout, max_bytes: int | None = None, without: Iterable[str] = ()) -> Plan:
@@ -187,8 +178,8 @@ def _plan(have: Layout, want: Layout, max_bytes: int | None, without: tuple[str,
     _check(have, want, max_bytes, without)
     start, goal = _lifted(have, want)
     cap = max(have.nbytes, want.nbytes) if max_bytes is None else max_bytes
-    on_one = start.mesh is goal.mesh
-    steps = _on_one_mesh(start, goal, cap, max_bytes is None, without) if on_one else _across(start, goal, cap)
+    lenient, on_one = max_bytes is None, start.mesh is goal.mesh
+    steps = _on_one_mesh(start, goal, cap, lenient, without) if on_one else _across(start, goal, cap)
     prove(steps, start, goal)
     return Plan(have, want, steps, cap)
 
@@ -224,10 +215,9 @@ def _check(have: Layout, want: Layout, max_bytes: int | None, without: tuple[str
 
 def _on_one_mesh(have: Layout, want: Layout, cap: int, lenient: bool, without: tuple[str, ...]) -> tuple[Step, ...]:
     steps = search(have, want, cap, without)
-    if steps is None and lenient:
-        steps = search(have, want, math.inf, without)
+    freely = search(have, want, math.inf, without) if steps is None else None
+    steps = freely if lenient and steps is None else steps
     if steps is None:
-        freely = search(have, want, math.inf, without)
         least = max(step.after.nbytes for step in freely) if freely else 0
         needs = "no steps are left that lead there" if freely is None else f"the least is {least:,} bytes"
         made = "with the groups that were made (sw.Mesh.flatten makes more)" if have.mesh.explicit else ""
@@ -242,19 +232,14 @@ _warned: set[tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = set()
 
 def _warn_of_missing_groups(steps: tuple[Step, ...], better: tuple[Step, ...] | None) -> None:
     """Once for each shape of mesh and missing group, say which call would make the plan cheaper."""
-    if better is None or sum(map(_seconds, better)) >= sum(map(_seconds, steps)):
-        return
-    mesh = steps[0].before.mesh.root
-    for step in better:
+    saved = 0.0 if better is None else sum(map(_seconds, steps)) - sum(map(_seconds, better))
+    for step in better if better and saved > 0 else ():
+        mesh = step.before.mesh.root
         key = mesh.axes, mesh.shape, step.axes
         if step.communicates and not mesh.usable(step.axes) and key not in _warned:
             _warned.add(key)
-            saved = sum(map(_seconds, steps)) - sum(map(_seconds, better))
-            call = f"mesh.flatten({', '.join(map(repr, step.axes))})"
-            text = (
-                f"mesh {mesh} has no group over {', '.join(step.axes)}; {call} makes it, and {step} would save {_time(saved)}"
-            )
-            warnings.warn(text, UserWarning, stacklevel=4)
+            makes = f"mesh.flatten({', '.join(map(repr, step.axes))}) makes it, and {step} would save {_time(saved)}"
+            warnings.warn(f"mesh {mesh} has no group over {', '.join(step.axes)}; {makes}", UserWarning, stacklevel=4)
 
 
 # ── from one mesh to another ──────────────────────────────────────────────────────────────────────────────────────────

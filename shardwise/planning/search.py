@@ -34,6 +34,7 @@ Partials = tuple[tuple[str, str], ...]
 Numbers = tuple[int, ...]
 Way = tuple[tuple[str, ...], ...]
 Node = tuple[Numbers, Partials]
+Path = tuple[Step, ...]
 
 
 class Edge(NamedTuple):
@@ -116,10 +117,9 @@ class Shardings:
 
     def kept(self, at: int) -> list[int]:
         """At each point of the mesh, how much of what a rank wants of this dim it (or its pool) holds."""
-        found = self._kept.get(at)
-        if found is None:
-            found = self._kept[at] = self._shares(at)
-        return found
+        if at not in self._kept:
+            self._kept[at] = self._shares(at)
+        return self._kept[at]
 
     def _shares(self, at: int) -> list[int]:
         dim, want = self.dims[at], self.dims[self.want]
@@ -134,8 +134,7 @@ class Shardings:
 
     def renamed(self, at: int, axes: tuple[str, ...]) -> int:
         """The same shards, dealt out along other axes."""
-        factor = self.dims[at][0]
-        return self.number((factor._replace(axes=axes),))
+        return self.number((self.dims[at][0]._replace(axes=axes),))
 
 
 # ── nodes and edges ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -183,11 +182,10 @@ class Space:
 
     def lacking(self, shardings: Numbers) -> tuple[int, int]:
         """Elements of the target that a rank, or a group over which it is left partial, does not hold: at worst, and in all."""
-        found = self._lacking.get(shardings)
-        if found is None:
+        if shardings not in self._lacking:
             lacks = [want - have for want, have in zip(self._wanted, self._held(shardings), strict=True)]
-            found = self._lacking[shardings] = max(lacks), sum(lacks)
-        return found
+            self._lacking[shardings] = max(lacks), sum(lacks)
+        return self._lacking[shardings]
 
     def left(self, node: Node) -> float:
         """At least what it costs from here to the target; see `lower_bound`."""
@@ -209,11 +207,12 @@ class Space:
         wanted = dict(self.want.partials)
         if not all(axis in wanted and _alike(kind, wanted[axis], self.have) for axis, kind in partials):
             return False
-        return all(at in c.near or self._embeds(c, at, wanted) for c, at in self.by_dim(shardings))
-
-    def _embeds(self, c: Shardings, at: int, wanted: dict[str, str]) -> bool:
-        axes = c.axes[at]
-        return any(c.fewer(at, k) in c.near for k in range(1, len(axes) + 1) if set(axes[-k:]) <= wanted.keys())
+        for c, at in self.by_dim(shardings):
+            axes = c.axes[at]
+            embeds = (c.fewer(at, k) in c.near for k in range(1, len(axes) + 1) if set(axes[-k:]) <= wanted.keys())
+            if at not in c.near and not any(embeds):
+                return False
+        return True
 
     def price(self, kind: str, axes: tuple[str, ...], received: float) -> float:
         """The seconds of a step over axes; infinite where it may not be done or there is no group for it."""
@@ -225,6 +224,10 @@ class Space:
         if kind in self.without:
             return math.inf
         return seconds(kind, known, received) if known.latency else 0.0
+
+    def collective(self, kind: str, axes: tuple[str, ...], held: float) -> float:
+        """The seconds of a collective over axes to which every rank gives `held` bytes."""
+        return self.price(kind, axes, received(kind, held, self.ranks(axes)))
 
     def least(self, kind: str, received: float) -> float:
         """The seconds of a step over the quickest axis."""
@@ -288,10 +291,7 @@ def _gathers(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     held = space.bytes(shardings)
     for axes, kept in _dropped(space, shardings):
         if space.bytes(kept) <= space.cap:
-            ranks = space.ranks(axes)
-            yield Edge(
-                "all_gather", axes, (kept, partials), space.price("all_gather", axes, received("all_gather", held, ranks))
-            )
+            yield Edge("all_gather", axes, (kept, partials), space.collective("all_gather", axes, held))
 
 
 def _deals(space: Space, node: Node, budget: float) -> Iterator[Edge]:
@@ -301,8 +301,7 @@ def _deals(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     for axes, kept in _dropped(space, shardings):
         if any(len(c.dims[at]) > 1 for c, at, k in space.by_dim(shardings, kept) if at != k):
             continue
-        ranks = space.ranks(axes)
-        price = space.price("all_to_all", axes, received("all_to_all", held, ranks))
+        price = space.collective("all_to_all", axes, held)
         least = min(price, space.price("exchange", axes, 0.0))
         if least >= budget:
             continue
@@ -365,16 +364,13 @@ def _permutes(space: Space, node: Node, budget: float) -> Iterator[Edge]:
         return
     single = [len(c.dims[at]) == 1 for c, at in space.by_dim(shardings)]
     counts = tuple(len(c.dims[at][0].sizes) if one else 1 for c, at, one in space.by_dim(shardings, single))
-    fixed = {a for c, at, one in space.by_dim(shardings, single) if not one for a in c.axes[at]}
-    fixed |= {axis for axis, _ in partials}
+    fixed = {a for c, at, one in space.by_dim(shardings, single) if not one for a in c.axes[at]}.union(dict(partials))
     alone = space.least("permute", held) + space.latency >= budget
     for way in _target_grids(space, counts) if alone else _grids(space.mesh, counts):
         if not fixed.isdisjoint(axis for axes in way for axis in axes):
             continue
-        moved = tuple(
-            c.renamed(at, axes) if one and c.axes[at] != axes else at
-            for c, at, one, axes in space.by_dim(shardings, single, way)
-        )
+        several = space.by_dim(shardings, single, way)
+        moved = tuple(c.renamed(at, axes) if one and c.axes[at] != axes else at for c, at, one, axes in several)
         if moved != shardings:
             changed = [(c.axes[a], c.axes[b]) for c, a, b in space.by_dim(shardings, moved) if a != b]
             axes = tuple({axis: None for pair in changed for part in pair for axis in part})
@@ -416,16 +412,11 @@ def _reduces(space: Space, node: Node, budget: float) -> Iterator[Edge]:
     for count in range(len(due), 0, -1):
         for axes in combinations(due, count):
             rest = tuple(item for item in partials if item[0] not in axes)
-            ranks = space.ranks(axes)
-            yield Edge(
-                "all_reduce", axes, (shardings, rest), space.price("all_reduce", axes, received("all_reduce", held, ranks))
-            )
-            least = space.price("reduce_scatter", axes, received("reduce_scatter", held, ranks))
-            if least >= budget:
-                continue
-            for dealt in _ways(space, shardings, shardings, axes, budget - least):
-                nbytes = received("reduce_scatter", space.bytes(dealt) * ranks, ranks)
-                yield Edge("reduce_scatter", axes, (dealt, rest), space.price("reduce_scatter", axes, nbytes))
+            yield Edge("all_reduce", axes, (shardings, rest), space.collective("all_reduce", axes, held))
+            least = space.collective("reduce_scatter", axes, held)
+            for dealt in _ways(space, shardings, shardings, axes, budget - least) if least < budget else ():
+                price = space.collective("reduce_scatter", axes, space.bytes(dealt) * space.ranks(axes))
+                yield Edge("reduce_scatter", axes, (dealt, rest), price)
 
 
 def _leaves(space: Space, node: Node, budget: float) -> Iterator[Edge]:
@@ -463,9 +454,7 @@ _FAMILIES = (_exchanges, _leaves, _takes, _gathers, _reduces, _permutes, _deals)
 # ── the shortest path ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def search(
-    have: Layout, want: Layout, cap: float, without: Iterable[str] = (), every_group: bool = False
-) -> tuple[Step, ...] | None:
+def search(have: Layout, want: Layout, cap: float, without: Iterable[str] = (), every_group: bool = False) -> Path | None:
     """The cheapest steps through layouts of at most `cap` bytes without certain kinds; None if there are none.
 
     `every_group` plans as if every group of ranks were there. Of equally cheap paths the one found first is taken, and
@@ -493,16 +482,14 @@ def search(
                 estimate = total + space.left(edge.node)
                 if estimate >= limit:
                     continue
-                best[edge.node] = total
-                came[edge.node] = node, edge
-                if edge.node == space.goal:
-                    limit = total
+                best[edge.node], came[edge.node] = total, (node, edge)
+                limit = total if edge.node == space.goal else limit
                 count += 1
                 heappush(queue, (estimate, count, edge.node))
     return None
 
 
-def _steps(space: Space, came: dict[Node, tuple[Node, Edge]]) -> tuple[Step, ...]:
+def _steps(space: Space, came: dict[Node, tuple[Node, Edge]]) -> Path:
     """The path to the goal as steps; neighbouring local steps of one kind are one."""
     path: list[Step] = []
     node, after = space.goal, space.want
