@@ -11,8 +11,8 @@ import torch
 
 from .rules.listing import listing
 from .verify.coverage import write
-from .verify.operators import Sweep, names
-from .verify.report import check_rules, sweep_operators
+from .verify.operators import Sweep, names, sweep_operators
+from .verify.rules import check_rules
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,6 +12,5 @@ In the order of imports, which go down only:
     pool          many small tasks in forked processes
     operators     the sweep over torch's operators
     rules         the check of every rule
-    report        what is printed while rules and operators are checked
     coverage      writes docs/coverage.md
 """

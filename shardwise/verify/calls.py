@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.tensors import tree_leaves, tree_map_only
 from ..base.schema import schema_of
-from .spread import filled, flat
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An operator overload and its arguments.
+    """An operator, or a function of torch, and its arguments.
 
     >>> Sample(torch.ops.aten.sum.dim_IntList, (torch.ones(2, 3), [1]), {}).run()
     tensor([3., 3.])
@@ -24,6 +24,7 @@ class Sample:
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    differentiable: bool = False
 
     @property
     def name(self) -> str:
@@ -31,35 +32,37 @@ class Sample:
         return f"{schema_of(self.op).name}.{self.op._overloadname}"
 
     @property
+    def leaves(self) -> list[Any]:
+        """The arguments, out of the lists that they are in."""
+        return tree_leaves((self.args, self.kwargs))
+
+    @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, in order."""
-        return [leaf for leaf in flat((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
     def size(self) -> int:
         """The elements of all tensors."""
         return sum(tensor.numel() for tensor in self.tensors)
 
-    def key(self) -> tuple[Any, ...]:
-        """What tells the sample from others that are like it: all but the values."""
-        return (self.op, *(_fact(leaf) for leaf in flat((self.args, self.kwargs))), *self.kwargs)
-
-    def kind(self) -> tuple[Any, ...]:
-        """The same without the sizes."""
-        return (self.op, *(_fact(leaf)[1:] if isinstance(leaf, Tensor) else leaf for leaf in flat((self.args, self.kwargs))))
+    def key(self, sizes: bool = True) -> tuple[Any, ...]:
+        """What tells the sample from others that are like it: all but the values, and the sizes if these do not matter."""
+        shapes = [
+            (leaf.dtype, tuple(leaf.shape) if sizes else leaf.ndim) if isinstance(leaf, Tensor) else repr(leaf)
+            for leaf in self.leaves
+        ]
+        return (self.op, *shapes, *self.kwargs)
 
     def given(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
         """The arguments with other tensors."""
         left = iter(tensors)
-        leaves = [next(left) if isinstance(leaf, Tensor) else leaf for leaf in flat((self.args, self.kwargs))]
-        args, kwargs = filled((self.args, self.kwargs), leaves)
-        return args, kwargs
+        return tree_map_only(Tensor, lambda _: next(left), (self.args, self.kwargs))
 
     def run(self, tensors: Sequence[Any] | None = None) -> Any:
         """The result on one device, or of other tensors; the sample's own are not written to."""
         args, kwargs = self.given([t.clone() for t in self.tensors] if tensors is None else tensors)
-        with torch.no_grad():
-            return self.op(*args, **kwargs)
+        return self.op(*args, **kwargs)
 
     def written(self, names: Sequence[str]) -> str:
         """The call as code, with a name for each tensor."""
@@ -73,20 +76,13 @@ class Name(str):
 
     __slots__ = ()
 
-
-def _fact(leaf: Any) -> Any:
-    return (tuple(leaf.shape), leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+    __repr__ = str.__str__
 
 
 def _code(value: Any) -> str:
-    if isinstance(value, Name):
-        return str(value)
     if isinstance(value, list | tuple):
-        inside = ", ".join(map(_code, value))
-        return f"[{inside}]"
-    if isinstance(value, torch.device):
-        return repr(str(value))
-    return repr(value)
+        return f"[{', '.join(map(_code, value))}]"
+    return repr(str(value) if isinstance(value, torch.device) else value)
 
 
 def literal(tensor: Tensor) -> str:
@@ -95,8 +91,7 @@ def literal(tensor: Tensor) -> str:
     >>> literal(torch.ones(2, dtype=torch.int64)), literal(torch.ones(0, 2))
     ('torch.tensor([1, 1])', 'torch.zeros((0, 2))')
     """
-    dtype = "" if tensor.dtype in (torch.float32, torch.int64, torch.bool) else f", dtype={tensor.dtype}"
-    if not tensor.numel():
-        kind = dtype if dtype or tensor.dtype is torch.float32 else f", dtype={tensor.dtype}"
-        return f"torch.zeros({tuple(tensor.shape)}{kind})"
-    return f"torch.tensor({tensor.tolist()}{dtype})"
+    inferred = (torch.float32, torch.int64, torch.bool) if tensor.numel() else (torch.float32,)
+    dtype = "" if tensor.dtype in inferred else f", dtype={tensor.dtype}"
+    value = f"tensor({tensor.tolist()}" if tensor.numel() else f"zeros({tuple(tensor.shape)}"
+    return f"torch.{value}{dtype})"

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.tensors import tree_leaves
 from ..comm import Bundle
 from ..comm.simulated import shared
 from ..tensor.dtensor import DTensor
-from .spread import assembled, flat, shards_of
+from .spread import assembled, shards_of
 
 #: How far numbers may be apart, for the largest of them.
 RELATIVE = 2e-4
@@ -22,7 +23,7 @@ def difference(got: Any, want: Any, relative: float = RELATIVE) -> str | None:
     >>> difference(torch.ones(2), torch.zeros(2))
     'gives [1.0, 1.0], not [0.0, 0.0]'
     """
-    several, wanted = flat(got), flat(want)
+    several, wanted = tree_leaves(got), tree_leaves(want)
     if len(several) != len(wanted):
         return f"gives {len(several)} results, not {len(wanted)}"
     for number, (one, other) in enumerate(zip(several, wanted, strict=True)):

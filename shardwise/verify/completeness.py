@@ -15,31 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.tensors import tree_leaves
 from ..base.schema import schema_of
 from ..layouts.from_placements import make_layout
 from ..layouts.mesh import Mesh
-from ..layouts.placement import Partial, Placement, Replicate, Shard
 from ..propagation.decide import State, decide, offers
 from ..propagation.notation import Rule
 from .calls import Sample
 from .compare import close
-from .soundness import bound_call, kinds_of, meshes
-from .spread import flat, local_shards, reduced, spread
+from .soundness import bound_call, kinds_of, meshes, placement_of
+from .spread import local_shards, reduced, spread
 
 #: Combinations of placements tried of one sample at most, and tensors that are not just replicated.
 COMBINATIONS, JOINTLY = 250, 3
 #: Operators that read or write beside their tensors when indices or sizes are too large, instead of raising.
 UNCHECKED = (
-    "_unsafe_",
-    "_index_put_impl",
-    "_reshape_alias",
-    "as_strided",
-    "embedding_bag",
-    "linalg_ldl_solve",
-    "lu_",
-    "embedding_dense_backward",
-    "nll_loss",
-    "dot_product",
+    *("_unsafe_", "_index_put_impl", "_reshape_alias", "as_strided", "embedding_bag", "embedding_dense_backward"),
+    *("linalg_ldl_solve", "lu_", "nll_loss", "dot_product"),
 )
 #: What values are multiplied by to get others.
 FACTORS = torch.tensor([-2.0, -0.25, 0.0, 0.05, 5.0])
@@ -53,19 +45,18 @@ def missing(samples: Sequence[Sample], rule: Rule) -> list[str]:
     """What holds for all samples of a kind but is not offered, as text: `sum, R -> sum`."""
     if rule.zipped or (not rule.inputs and rule.function is None):
         return []  # lists are as complete as what they are lists of; a program takes every placement its own way
-    found: dict[str, None] = {}
     telling = [sample for sample in samples if _tells(sample)]
     dtype = next((d for d in DTYPES if any(d is sample.tensors[0].dtype for sample in telling)), None)
     tried = [sample for sample in telling if sample.tensors[0].dtype is dtype]
-    for several in _grouped(tried, lambda sample: tuple(t.dtype for t in sample.tensors)):
-        for states, results in _laws(several, _partial_over).items():
-            if not _is_offered(several[0], rule, states):
-                found[_entry(several[0], states, results)] = None
-    for several in _grouped(tried, Sample.kind):
-        for states, results in _laws(several, _cutting).items():
-            if not _is_offered(several[0], rule, states):
-                found[_entry(several[0], states, results)] = None
-    return [entry for entry in found if not _has_reason(entry, rule)]
+    by_dtype = _grouped(tried, lambda sample: [t.dtype for t in sample.tensors])
+    by_kind = _grouped(tried, lambda sample: sample.key(sizes=False))
+    found = [
+        f"{_shown(states)} -> {' or '.join(map(_shown, results))}"
+        for several, options_of in [*((group, _partial_over) for group in by_dtype), *((group, _sharding) for group in by_kind)]
+        for states, results in _laws(several, options_of).items()
+        if not _has_reason(states, rule) and not _is_offered(several[0], rule, states)
+    ]
+    return list(dict.fromkeys(found))
 
 
 def _tells(sample: Sample) -> bool:
@@ -73,7 +64,7 @@ def _tells(sample: Sample) -> bool:
     not."""
     if schema_of(sample.op).written or any(word in sample.name for word in UNCHECKED):
         return False
-    results = [out for out in flat(sample.run()) if isinstance(out, Tensor)]
+    results = [out for out in tree_leaves(sample.run()) if isinstance(out, Tensor)]
     floats = [t for t in sample.tensors if t.is_floating_point()] or sample.tensors
     several = all(n > 1 for t in sample.tensors for n in t.shape) and all(t.numel() > 4 and _varies(t) for t in floats)
     return several and all(_varies(out) or _is_number(out) for out in results)
@@ -108,7 +99,7 @@ def _partial_over(sample: Sample) -> Iterable[States]:
                 yield (*(kind if is_chosen else None for is_chosen in chosen), *rest)
 
 
-def _cutting(sample: Sample) -> Iterable[States]:
+def _sharding(sample: Sample) -> Iterable[States]:
     """States of all tensors in which some are sharded; what is partial beside is Partial(sum)."""
     options: list[list[State]] = []
     for number, tensor in enumerate(sample.tensors):
@@ -118,18 +109,13 @@ def _cutting(sample: Sample) -> Iterable[States]:
     return itertools.islice(every, COMBINATIONS)
 
 
-def _entry(sample: Sample, states: States, results: list[States]) -> str:
-    return f"{_shown(states)} -> {' or '.join(map(_shown, results))}"
-
-
 def _shown(states: Iterable[State]) -> str:
     return ", ".join(f"S({state})" if isinstance(state, int) else state or "R" for state in states)
 
 
-def _has_reason(entry: str, rule: Rule) -> bool:
+def _has_reason(states: States, rule: Rule) -> bool:
     """Whether the rule says why it does not offer this: `unoffered="max min: why"` is about all with a partial max or min."""
-    words = {word.strip() for word in entry.partition(" -> ")[0].split(",")}
-    kinds = {"shard" if word.startswith("S(") else word for word in words}
+    kinds = {"shard" if isinstance(state, int) else state or "R" for state in states}
     return any(kinds & set(reason.partition(":")[0].split()) for reason in rule.unoffered.split(";"))
 
 
@@ -172,19 +158,15 @@ def _other_values(sample: Sample, seed: int) -> Sample | None:
     return other
 
 
-def _placement(state: State) -> Placement:
-    return Shard(state) if isinstance(state, int) else Replicate() if state is None else Partial(state)
-
-
 def _results(sample: Sample, states: States, mesh: Mesh, turn: int) -> list[States]:
     """In which states the results of the local operators are the result on one device."""
     ranks = []
     for number, (tensor, state) in enumerate(zip(sample.tensors, states, strict=True)):
-        layout = make_layout(tensor.shape, mesh, [_placement(state)], tensor.dtype)
+        layout = make_layout(tensor.shape, mesh, [placement_of(state, tensor)], tensor.dtype)
         ranks.append(local_shards(tensor, layout, turn + 10 * number).shards)  # not split alike
-    want = flat(sample.run())
+    want = tree_leaves(sample.run())
     try:
-        gots = [flat(sample.run(shards)) for shards in zip(*ranks, strict=True)]
+        gots = [tree_leaves(sample.run(shards)) for shards in zip(*ranks, strict=True)]
     except Exception:  # whatever an operator raises that is given the wrong shapes
         return []
     if any(len(got) != len(want) for got in gots):
@@ -214,7 +196,7 @@ def _joins(want: Tensor, gots: list[Tensor], dim: int) -> bool:
 
 def _is_offered(sample: Sample, rule: Rule, states: States) -> bool:
     """Whether some candidate wants the tensors so, or `decide` leaves them as they are."""
-    spreads = [spread(t, meshes()[0], [_placement(s)]) for t, s in zip(sample.tensors, states, strict=True)]
+    spreads = [spread(t, meshes()[0], [placement_of(s, t)]) for t, s in zip(sample.tensors, states, strict=True)]
     call = bound_call(sample, spreads)
     if any(candidate.wants == states for candidate in offers(rule, call)):
         return True

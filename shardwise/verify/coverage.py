@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .operators import Sweep, Verdict, names
-from .report import sweep_operators
+from .operators import Sweep, Verdict, names, sweep_operators
 
 SWEEPS = (Sweep((2,)), Sweep((2, 2)), Sweep((2,), inplace=True))
 

@@ -7,9 +7,11 @@ import math
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +20,11 @@ from ..comm import trace_comm
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Partial, Placement, Replicate, Shard
 from ..tensor.dtensor import DTensor
+from .calls import Sample
 from .compare import difference
-from .pool import TimeOut
-from .samples import Case, cases, chosen, is_random, operators, uninitialised
-from .spread import flat, spread
+from .pool import run_tasks
+from .samples import cases, chosen, is_random, operators, run, uninitialised
+from .spread import simulated_mesh, spread
 
 #: How many samples of an operator are tried, and how many combinations of placements of each.
 SAMPLES, COMBINATIONS = 6, 14
@@ -46,7 +49,7 @@ class Sweep:
     @property
     def mesh(self) -> Mesh:
         """The simulated mesh."""
-        return Mesh(tuple("abcdef"[: len(self.shape)]), self.shape, range(math.prod(self.shape)), "cpu", "simulated")
+        return simulated_mesh(self.shape)
 
 
 @dataclass
@@ -85,39 +88,23 @@ class Verdict:
 
 def names(sweep: Sweep) -> list[str]:
     """The operators that a sweep is about."""
-    found = operators()
-    return [n for n, op in found.items() if not sweep.inplace or op.get_inplace() is not None]
+    return [name for name, op in operators().items() if not sweep.inplace or op.get_inplace() is not None]
 
 
 def check_operator(name: str, sweep: Sweep) -> Verdict:
     """Compare one operator with one device on many placements."""
-    verdict = Verdict(name)
     if uninitialised(name):
         return Verdict(name, "uninitialised")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        several = cases(operators()[name], sweep.dtype, SAMPLES, sweep.inplace)
-        run = [case for case in several if _runs(case)]
-        if not run:
-            return Verdict(name, "no samples")
-        if any(is_random(case) for case in run):
-            return Verdict(name, "random")
+    with warnings.catch_warnings(action="ignore"):
+        several = [(case, is_random(case)) for case in cases(operators()[name], sweep.dtype, SAMPLES, sweep.inplace)]
+        run = [case for case, random in several if random is not None]
+        if not run or any(random for _, random in several):
+            return Verdict(name, "random" if run else "no samples")
         with trace_comm() as log:
             found = [pair for number, case in enumerate(chosen(run, SAMPLES)) for pair in _check_case(case, sweep, number)]
-    failed = [pair for pair in found if pair[0] != "right"]
-    if failed:
-        verdict.outcome, verdict.text = next((pair for pair in failed if pair[0] == "WRONG"), failed[0])
-    verdict.counts = dict(Counter(outcome for outcome, _ in found))
-    verdict.gathered, verdict.decomposed = sorted(set(log.fallbacks)), sorted(set(log.decomposed))
-    return verdict
-
-
-def _runs(case: Case) -> bool:
-    try:
-        case.run([t.clone() for t in case.tensors])
-    except Exception:  # samples are made for devices and builds of every kind
-        return False
-    return True
+    outcome, text = min(found, key=lambda pair: ("WRONG", "error", "right").index(pair[0]), default=("right", ""))
+    counts = dict(Counter(outcome for outcome, _ in found))
+    return Verdict(name, outcome, counts, text, sorted(set(log.fallbacks)), sorted(set(log.decomposed)))
 
 
 def placements_of(tensor: Tensor, mesh: Mesh) -> list[tuple[Placement, ...]]:
@@ -134,16 +121,13 @@ def placements_of(tensor: Tensor, mesh: Mesh) -> list[tuple[Placement, ...]]:
 def combinations(tensors: Sequence[Tensor], mesh: Mesh, limit: int, seed: int) -> list[Combination]:
     """Placements for all tensors together: every combination, or a fixed choice of `limit`."""
     every = [placements_of(tensor, mesh) for tensor in tensors]
-    total = 1
-    for options in every:
-        total *= len(options)
-    if total <= limit:
+    if math.prod(map(len, every)) <= limit:
         return list(itertools.product(*every))
     chance = random.Random(seed)
     return list(dict.fromkeys(tuple(chance.choice(options) for options in every) for _ in range(limit)))
 
 
-def _check_case(case: Case, sweep: Sweep, seed: int) -> Iterator[tuple[str, str]]:
+def _check_case(case: Sample, sweep: Sweep, seed: int) -> Iterator[tuple[str, str]]:
     mesh = sweep.mesh
     dense: dict[bool, Outputs] = {}
     for number, placements in enumerate(combinations(case.tensors, mesh, COMBINATIONS, seed)):
@@ -156,8 +140,6 @@ def _check_case(case: Case, sweep: Sweep, seed: int) -> Iterator[tuple[str, str]
             several = enumerate(zip(case.tensors, placements, strict=True), number)
             given = [spread(t, mesh, p, turn) for turn, (t, p) in several]
             got = _run(case, given, want.differentiable, sweep.inplace, _spread_cotangents(mesh, number))
-        except TimeOut:
-            raise
         except Exception as error:
             yield "error", f"{shown}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:300]
             continue
@@ -165,8 +147,7 @@ def _check_case(case: Case, sweep: Sweep, seed: int) -> Iterator[tuple[str, str]
         yield ("right", "") if text is None else ("WRONG", f"sample {seed}, {shown}: {text}")
 
 
-@dataclass
-class Outputs:
+class Outputs(NamedTuple):
     """What one run gave: results, the arguments after it, and their gradients."""
 
     results: Any
@@ -175,28 +156,22 @@ class Outputs:
     differentiable: bool
 
 
-def run_dense(case: Case, differentiable: bool, inplace: bool) -> Outputs:
+def run_dense(case: Sample, differentiable: bool, inplace: bool) -> Outputs:
     """The call on one device; without gradients where it has none for these arguments."""
     if differentiable:
-        try:
+        with suppress(RuntimeError):
             return _run(case, [t.clone() for t in case.tensors], True, inplace, lambda out, cotangent: cotangent)
-        except RuntimeError:
-            pass
     return _run(case, [t.clone() for t in case.tensors], False, inplace, lambda out, cotangent: cotangent)
 
 
-def _run(case: Case, tensors: list[Any], differentiable: bool, inplace: bool, placed: Any) -> Outputs:
-    if not differentiable:
-        with torch.no_grad():
-            return Outputs(case.run(tensors), tensors, [], False)
-    leaves = [t.requires_grad_() if t.is_floating_point() or t.is_complex() else t for t in tensors]
-    results = case.run([t.clone() if inplace and number == 0 else t for number, t in enumerate(leaves)])
-    outs = [out for out in flat(results) if isinstance(out, Tensor) and out.requires_grad]
-    if outs:
-        generator = torch.Generator().manual_seed(0)
-        cotangents = [torch.randn(out.shape, dtype=out.dtype, generator=generator) for out in outs]
-        torch.autograd.backward(outs, [placed(out, cotangent) for out, cotangent in zip(outs, cotangents, strict=True)])
-    return Outputs(results, tensors, [t.grad for t in leaves], True)
+def _run(case: Sample, tensors: list[Any], differentiable: bool, inplace: bool, placed: Any) -> Outputs:
+    generator = torch.Generator().manual_seed(0)
+
+    def cotangent(out: Tensor) -> Tensor:
+        return placed(out, torch.randn(out.shape, dtype=out.dtype, generator=generator))
+
+    results = run(case, tensors, differentiable, cotangent, inplace)
+    return Outputs(results, tensors, [t.grad for t in tensors] if differentiable else [], differentiable)
 
 
 def _spread_cotangents(mesh: Mesh, number: int) -> Any:
@@ -234,3 +209,30 @@ def _gradient(got: Any, want: Tensor) -> str | None:
     if want.isnan().any() and isinstance(got, DTensor):
         got = got.full_tensor().masked_fill(want.isnan(), torch.nan)
     return difference(got, want, GRADIENTS)
+
+
+# ── on the command line ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sweep_operators(names: Sequence[str], sweep: Sweep, workers: int, show: Callable[[str], Any] = print) -> list[Verdict]:
+    """Check operators, and print a line for each and a summary."""
+    verdicts = []
+    for done in run_tasks(partial(check_operator, sweep=sweep), names, workers):
+        outcome, _, text = done.failure.partition(": ")
+        verdicts.append(done.result or Verdict(done.task, outcome, text=text))
+        show(str(verdicts[-1]))
+    show(summary(verdicts))
+    return sorted(verdicts, key=lambda verdict: verdict.name)
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """How many operators were right, and how the others were not."""
+    tried = [v for v in verdicts if v.tried]
+    counts, served = Counter(v.outcome for v in verdicts), Counter(v.served for v in tried)
+    aside = ", ".join(f"{counts[word]} {word}" for word in ("random", "uninitialised", "no samples") if counts[word])
+    bad = ", ".join(f"{counts[word]} {word}" for word in ("error", "WRONG", "hang", "abort", "fault"))
+    ways = ", ".join(f"{how} {n}" for how, n in sorted(served.items()))
+    return (
+        f"{len(tried)} operators: {counts['right']} right on every combination, {bad}; served by {ways}; "
+        f"aside: {aside or 'none'}"
+    )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
-import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -48,67 +49,55 @@ def limited(function: Callable[[Any], Any], task: Any) -> TaskResult:
 
 
 class _Worker:
-    def __init__(self, function: Callable[[Any], Any]) -> None:
+    """A forked process that runs one task after another."""
+
+    def __init__(self, function: Callable[[Any], Any], task: Any) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, far = context.Pipe()
         self.process = context.Process(target=_serve, args=(function, far, self.pipe), daemon=True)
         self.process.start()
         far.close()
-        self.task: Any = None
-        self.since = 0.0
+        self.give(task)
 
     def give(self, task: Any) -> None:
         self.task, self.since = task, time.monotonic()
         self.pipe.send(task)
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
-
 
 def _serve(function: Callable[[Any], Any], pipe: Connection, other: Connection) -> None:
     other.close()
     torch.set_num_threads(1)
-    while True:
-        try:
-            task = pipe.recv()
-        except EOFError:
-            os._exit(0)
-        pipe.send(limited(function, task))
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(limited(function, pipe.recv()))
 
 
-def run(function: Callable[[Any], Any], tasks: Sequence[Any], workers: int) -> Iterator[TaskResult]:
-    """The results of a function of tasks, as they come; both must be able to travel between processes."""
-    left = list(tasks)[::-1]
-    crew = [_Worker(function) for _ in range(min(workers, len(left)))]
-    for worker in crew:
-        worker.give(left.pop())
-    while crew:
+def run_tasks(function: Callable[[Any], Any], tasks: Sequence[Any], workers: int) -> Iterator[TaskResult]:
+    """The results of a function of tasks, as they come; both must travel between processes. A terminal shows a bar."""
+    left, crew, shown = list(tasks)[::-1], list[_Worker](), sys.stderr.isatty()
+    while left or crew:
+        while left and len(crew) < workers:
+            crew.append(_Worker(function, left.pop()))
         ready = wait([worker.pipe for worker in crew], timeout=5.0)
         for worker in list(crew):
             late = time.monotonic() - worker.since > LIMIT * PATIENCE
             if worker.pipe not in ready and not late:
                 continue
-            done = _received(worker, late)
+            done = TaskResult(worker.task, None, "hang" if late else "abort")
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                done = done if late else worker.pipe.recv()
+            if shown:
+                sys.stderr.write("\r\033[K")
             yield done
-            if done.failure == "abort" or late:
-                worker.end()
-                crew.remove(worker)
-                if left:
-                    crew.append(_Worker(function))
-                    crew[-1].give(left.pop())
-            elif left:
+            if left and not late and done.failure != "abort":
                 worker.give(left.pop())
             else:
-                worker.end()
+                worker.process.kill()
+                worker.process.join()
                 crew.remove(worker)
-
-
-def _received(worker: _Worker, late: bool) -> TaskResult:
-    if late:
-        return TaskResult(worker.task, None, "hang")
-    try:
-        done: TaskResult = worker.pipe.recv()
-    except (EOFError, ConnectionResetError):
-        return TaskResult(worker.task, None, "abort")
-    return done
+            if shown:
+                number = len(tasks) - len(left) - len(crew)
+                sys.stderr.write(f"[{'#' * (40 * number // len(tasks)):<40}] {number}/{len(tasks)} {done.task}")
+                sys.stderr.flush()
+    if shown:
+        sys.stderr.write("\r\033[K")

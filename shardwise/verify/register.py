@@ -40,14 +40,13 @@ def rule(op: Any, sentence: str, *, samples: Sequence[tuple[Any, ...]], **words:
     samples = several(samples, "rule: samples", "several tuples of arguments of the operator")
     _check_words(words)
     facts = schema_of(overload)
-    _check_operator(facts, overload, samples)
-    name = f"{facts.name}.{overload._overloadname}"
+    _check_operator(facts, samples)
     add_row(f"{overload._schema.name}.{overload._overloadname}", sentence, **words)
     forget()
     try:
         _prove(facts.name, sentence, overload, samples)
     except BaseException:
-        TABLE.pop(name)
+        TABLE.pop(f"{facts.name}.{overload._overloadname}")
         raise
     finally:
         forget()
@@ -90,7 +89,7 @@ def _check_words(words: dict[str, Any]) -> None:
             )
 
 
-def _check_operator(facts: Any, overload: Any, samples: Sequence[Any]) -> None:
+def _check_operator(facts: Any, samples: Sequence[Any]) -> None:
     if facts.name.partition(".")[0] in ("aten", "prims", "shardwise"):
         raise OperatorError(f"sw.rule is for operators of your own; {facts.name} is served by Shardwise")
     if facts.written:
@@ -128,32 +127,24 @@ def _prove(name: str, sentence: str, overload: Any, samples: Sequence[tuple[Any,
 def _refusal(name: str, sentence: str, found: Counterexample) -> str:
     shapes = ", ".join(str(list(tensor.shape)) for tensor in found.trial.sample.tensors)
     placed = ", ".join(str(list(placement)) for placement in found.trial.placements)
+    meaning, remedy = _meaning_and_remedy(found)
     return (
         f"the rule {sentence!r} of {name} is refused: on tensors {shapes} with placements {placed} on {found.trial.mesh}, "
-        f"{_meaning(found)}, it {found.text}, which one device gives. {_remedy(found)}"
+        f"{meaning}, it {found.text}, which one device gives. {remedy}"
     )
 
 
-def _meaning(found: Counterexample) -> str:
+def _meaning_and_remedy(found: Counterexample) -> tuple[str, str]:
     choice = next((c for c in found.trial.choices or () if any(s is not None for s in c.wants)), None)
     if choice is None:
-        return "with the moves that it needs"
+        remedy = "one pattern for each tensor argument and each result, in the order of the operator's schema."
+        return "with the moves that it needs", f"Check the sentence: {remedy}"
     if choice.label is None:
-        return f"where a partial {next(s for s in choice.wants if isinstance(s, str))} is said to pass"
-    left = next((state for state in choice.results if isinstance(state, str)), None)
-    return f"where {choice.label!r} is sharded" + (f" and the result is said to be Partial({left})" if left else "")
-
-
-def _remedy(found: Counterexample) -> str:
-    choice = next((c for c in found.trial.choices or () if any(s is not None for s in c.wants)), None)
-    if choice is None:
-        return (
-            "Check the sentence: one pattern for each tensor argument and each result, in the order of the operator's schema."
-        )
-    if choice.label is None:
-        return "Leave these arguments out of linear= (the operator is not additive in them), or the kind out of passes=."
-    if any(isinstance(state, str) for state in choice.results):
-        return (
-            f"Say what sharding {choice.label!r} leaves, as lost='max', or that it cannot be sharded: whole={choice.label!r}."
-        )
-    return f"If {choice.label!r} cannot be sharded, say whole={choice.label!r}; if shards need another function, give kernel=."
+        remedy = "Leave these arguments out of linear= (the operator is not additive in them), or the kind out of passes=."
+        return f"where a partial {next(s for s in choice.wants if isinstance(s, str))} is said to pass", remedy
+    label, left = choice.label, next((state for state in choice.results if isinstance(state, str)), None)
+    if left is not None:
+        remedy = f"Say what sharding {label!r} leaves, as lost='max', or that it cannot be sharded: whole={label!r}."
+        return f"where {label!r} is sharded and the result is said to be Partial({left})", remedy
+    remedy = f"If {label!r} cannot be sharded, say whole={label!r}; if shards need another function, give kernel=."
+    return f"where {label!r} is sharded", remedy

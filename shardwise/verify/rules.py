@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-
-import torch
+from functools import partial
+from typing import Any
 
 from ..propagation.table import TABLE, find, names_of
 from .calls import Sample
 from .completeness import missing
+from .pool import run_tasks
+from .samples import is_random, operators, recorded
 from .soundness import check
 
 #: How many counterexamples of one operator are kept.
 SHOWN = 3
+#: Operators whose calls reach rules of every family in a few seconds, and how many samples of each of these are kept.
+QUICK, QUICK_SAMPLES = ("amax", "cumsum", "gather", "matmul", "nn.functional.cross_entropy", "roll"), 2
 
 
 @dataclass
@@ -48,9 +53,8 @@ def check_rule(name: str, samples: Mapping[str, list[Sample]]) -> RuleVerdict:
     if row.unoffered.startswith("all:"):
         verdict.aside = f"refused{row.unoffered.removeprefix('all')}"
         return verdict
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fixed = [sample for sample in several if _repeats(sample)]
+    with warnings.catch_warnings(action="ignore"):
+        fixed = [sample for sample in several if is_random(sample) is False]
         if not fixed:
             verdict.aside = "its results are random"
             return verdict
@@ -63,17 +67,27 @@ def check_rule(name: str, samples: Mapping[str, list[Sample]]) -> RuleVerdict:
     return verdict
 
 
-def _repeats(sample: Sample) -> bool:
-    """Whether the call can be made again, and draws no random numbers."""
-    before = torch.get_rng_state()
-    try:
-        sample.run()
-    except Exception:  # what it reads may be gone: an argument that another operator wrote to
-        return False
-    return bool(torch.equal(before, torch.get_rng_state()))
-
-
-def unreached(samples: Mapping[str, list[Sample]]) -> list[str]:
-    """The rows of the table that no sample uses."""
-    used = {name for several in samples.values() for name in names_of(several[0].op)}
-    return sorted(set(TABLE) - used)
+def check_rules(
+    chosen: Callable[[str], bool], workers: int, quick: bool = False, show: Callable[[str], Any] = print
+) -> list[RuleVerdict]:
+    """Check rules, and print a line for each, a program for each that is unsound, and a summary."""
+    every = operators()
+    samples = recorded([every[name] for name in QUICK], QUICK_SAMPLES, others=False) if quick else recorded(every.values())
+    names = [name for name in samples if chosen(name)]
+    verdicts = []
+    for done in run_tasks(partial(check_rule, samples=samples), names, workers):
+        verdict = done.result or RuleVerdict(done.task, unsound=[(done.failure, "")])
+        verdicts.append(verdict)
+        show(str(verdict))
+        for text, program in verdict.unsound:
+            show(f"\n{text}\n\n{program}\n")
+    counts = Counter(verdict.outcome for verdict in verdicts)
+    trials, entries = sum(v.trials for v in verdicts), sum(len(v.missing) for v in verdicts)
+    show(
+        f"{len(verdicts)} operators, {trials:,} trials: {counts['UNSOUND']} unsound, {entries} placements of "
+        f"{counts['missing']} operators not offered, {counts['aside']} aside"
+    )
+    if not quick and len(names) == len(samples):
+        used = {name for several in samples.values() for name in names_of(several[0].op)}
+        show(f"rows without a sample: {', '.join(sorted(set(TABLE) - used)) or 'none'}")
+    return verdicts

@@ -5,21 +5,20 @@ Not imported by the package itself: the database takes seconds to load.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch.tensors import tree_leaves
 from ..propagation.table import find
 from .calls import Sample
 from .completeness import DTYPES
-from .spread import filled, flat
 
 try:
     from torch.testing._internal.common_methods_invocations import op_db
@@ -28,31 +27,8 @@ except ModuleNotFoundError as missing:
         f"{missing}: `shardwise verify` reads torch's own tests; pip install 'shardwise[verify]'"
     ) from None
 
-#: Operators whose results nobody wrote: there is nothing to compare.
-UNINITIALISED = ("empty", "resize_")
 #: Of recorded calls: samples of each operator that are run, most elements, how many are noted and kept of each overload.
 RECORDED, LARGEST, NOTED, KEPT = 5, 4000, 120, 8
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call: `function(*values)`, where the leaves of `values` that are tensors may be replaced."""
-
-    function: Callable[..., Any]
-    values: tuple[Any, ...]
-    differentiable: bool = False
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments."""
-        return [leaf for leaf in flat(self.values) if isinstance(leaf, Tensor)]
-
-    def run(self, tensors: list[Any]) -> Any:
-        """The call with other tensors."""
-        left = iter(tensors)
-        leaves = [next(left) if isinstance(leaf, Tensor) else leaf for leaf in flat(self.values)]
-        input, args, kwargs = filled(self.values, leaves)
-        return self.function(input, *args, **kwargs)
 
 
 def operators() -> dict[str, Any]:
@@ -61,32 +37,27 @@ def operators() -> dict[str, Any]:
 
 
 def uninitialised(name: str) -> bool:
-    """Whether an operator gives memory as it is."""
-    return any(word in name for word in UNINITIALISED)
+    """Whether an operator gives memory as it is: there is nothing to compare."""
+    return "empty" in name or "resize_" in name
 
 
-def cases(op: Any, dtype: torch.dtype | None, limit: int, inplace: bool = False) -> list[Case]:
-    """Up to four times `limit` calls on dense tensors, of the first of `DTYPES` that the operator has where none is given; none
-    where it has no such dtype, or no in-place form."""
+def cases(op: Any, dtype: torch.dtype | None, limit: int, inplace: bool = False) -> list[Sample]:
+    """Up to four times `limit` calls on dense tensors (variants of one follow one another). Without a dtype, of the first of
+    `DTYPES` that the operator has; none where it has no such dtype, or no in-place form."""
     function, known = op.get_inplace() if inplace else op, op.supported_dtypes("cpu")
     dtype = next((d for d in DTYPES if d in known), None) if dtype is None else dtype
     if function is None or dtype not in known:
         return []
     torch.manual_seed(0)
-    found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        samples = op.sample_inputs("cpu", dtype, requires_grad=False)
-        for sample in itertools.islice(samples, 4 * limit):
-            differentiable = op.supports_inplace_autograd if inplace else op.supports_autograd
-            one = Case(function, (sample.input, sample.args, sample.kwargs), bool(differentiable))
-            if one.tensors and all(t.layout is torch.strided for t in one.tensors):
-                found.append(one)
-    return found
+    differentiable = bool(op.supports_inplace_autograd if inplace else op.supports_autograd)
+    with warnings.catch_warnings(action="ignore"):
+        inputs = itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), 4 * limit)
+        found = [Sample(function, (x.input, *x.args), x.kwargs, differentiable) for x in inputs]
+    return [one for one in found if one.tensors and all(t.layout is torch.strided for t in one.tensors)]
 
 
-def chosen(several: list[Case], limit: int) -> list[Case]:
-    """Some of the calls; variants of one follow one another, so they are taken at equal distances."""
+def chosen(several: list[Sample], limit: int) -> list[Sample]:
+    """Some of the calls, at equal distances."""
     return several[:: max(1, len(several) // limit)][:limit]
 
 
@@ -104,11 +75,12 @@ class _Draws(TorchDispatchMode):
         return out
 
 
-def is_random(case: Case) -> bool:
-    """Whether a call draws random numbers."""
-    with _Draws() as mode:
-        case.run([t.clone() for t in case.tensors])
-    return mode.drawn
+def is_random(case: Sample) -> bool | None:
+    """Whether a call draws random numbers; None where it cannot be made: samples are for devices and builds of every kind."""
+    with _Draws() as mode, suppress(Exception):
+        case.run()
+        return mode.drawn
+    return None
 
 
 class _CallNotes(TorchDispatchMode):
@@ -124,8 +96,8 @@ class _CallNotes(TorchDispatchMode):
             sample = Sample(func, tuple(args), kwargs)
             several = self.noted.setdefault(sample.name, {})
             if sample.size <= LARGEST and len(several) < NOTED and (key := sample.key()) not in several:
-                copied = sample.given([t.detach().resolve_conj().resolve_neg().clone() for t in sample.tensors])
-                several[key] = Sample(func, *copied)
+                copies = [t.detach().resolve_conj().resolve_neg().clone() for t in sample.tensors]
+                several[key] = Sample(func, *sample.given(copies))
         return func(*args, **kwargs)
 
 
@@ -135,10 +107,9 @@ def _lists(name: str, *arguments: Any) -> Callable[[], Any]:
     return lambda: getattr(torch.ops.aten, f"_foreach_{name}")(*several)
 
 
-_UNARY = (
-    "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round rsqrt "
-    "sigmoid sign sin sinh sqrt tan tanh trunc norm zero"
-)
+_UNARY = """abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg reciprocal round
+    rsqrt sigmoid sign sin sinh sqrt tan tanh trunc norm zero"""
+_BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "clamp_max", "clamp_min")
 _x, _index = torch.randn(4, 6), torch.randint(8, (3, 5))
 _aten = torch.ops.aten
 #: Factors of grouped products, and where groups end: every form.
@@ -151,11 +122,8 @@ _PRODUCTS = (
 )
 OTHERS: list[Callable[[], Any]] = [
     *(_lists(name, list) for name in _UNARY.split()),
-    *(
-        _lists(name, list, list)
-        for name in ("add", "sub", "mul", "div", "maximum", "minimum", "clamp_max", "clamp_min", "copy")
-    ),
-    *(_lists(name, list, 2.0) for name in ("add", "sub", "mul", "div", "pow", "maximum", "minimum", "clamp_max", "clamp_min")),
+    *(_lists(name, list, list) for name in (*_BINARY, "copy")),
+    *(_lists(name, list, 2.0) for name in (*_BINARY, "pow")),
     *(_lists(name, list, list, list) for name in ("addcmul", "addcdiv")),
     _lists("lerp", list, list, 0.25),
     *(lambda op=op: op(_index, 2) for op in (_aten.__lshift__, _aten.__rshift__)),
@@ -191,37 +159,47 @@ def recorded(chosen_operators: Iterable[Any], kept: int = KEPT, others: bool = T
     those of `OTHERS`, which no operator of the database makes."""
     recorder = _CallNotes()
     for make in OTHERS if others else ():
-        with recorder, contextlib.suppress(NotImplementedError):
+        with recorder, suppress(NotImplementedError):
             make()
-    for op in chosen_operators:
-        for dtype in DTYPES:
-            for case in chosen(_tolerant(op, dtype), RECORDED):
-                with recorder, contextlib.suppress(Exception), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    run_and_back(case, [t.clone() for t in case.tensors])
+    run_under(recorder, chosen_operators, DTYPES, RECORDED)
     return {name: _few(list(several.values()), kept) for name, several in sorted(recorder.noted.items()) if several}
 
 
-def _tolerant(op: Any, dtype: torch.dtype) -> list[Case]:
-    try:
-        return cases(op, dtype, RECORDED)
-    except Exception:  # some samples need what this machine lacks
-        return []
+def run_under(mode: TorchDispatchMode, several: Iterable[Any], dtypes: Sequence[torch.dtype], limit: int) -> None:
+    """Run up to `limit` samples of each operator and dtype, forward and backward, under a mode that watches."""
+    for op, dtype in itertools.product(several, dtypes):
+        for case in chosen(tolerant(op, dtype), limit):
+            with mode, suppress(Exception), warnings.catch_warnings(action="ignore"):
+                run(case, [t.clone() for t in case.tensors], case.differentiable, torch.randn_like)
 
 
-def run_and_back(case: Case, tensors: list[Tensor]) -> None:
-    """A call and its gradients."""
-    if case.differentiable:
-        tensors = [t.requires_grad_() if t.is_floating_point() or t.is_complex() else t for t in tensors]
-    outs = [out for out in flat(case.run(tensors)) if isinstance(out, Tensor) and out.requires_grad]
+def tolerant(op: Any, dtype: torch.dtype, limit: int = RECORDED) -> list[Sample]:
+    """`cases`, or none where they cannot be made: some need what this machine lacks."""
+    with suppress(Exception):
+        return cases(op, dtype, limit)
+    return []
+
+
+def run(
+    case: Sample, tensors: Sequence[Any], differentiable: bool, cotangent: Callable[[Tensor], Tensor], inplace: bool = False
+) -> Any:
+    """The result of a call, with its gradients left in the tensors; a call in place writes to a copy of the first of these."""
+    if not differentiable:
+        with torch.no_grad():
+            return case.run(tensors)
+    for t in tensors:
+        t.requires_grad_(t.is_floating_point() or t.is_complex())
+    results = case.run([t.clone() if inplace and number == 0 else t for number, t in enumerate(tensors)])
+    outs = [out for out in tree_leaves(results) if isinstance(out, Tensor) and out.requires_grad]
     if outs:
-        torch.autograd.backward(outs, [torch.randn_like(out) for out in outs])
+        torch.autograd.backward(outs, [cotangent(out) for out in outs])
+    return results
 
 
 def _few(several: list[Sample], kept: int) -> list[Sample]:
     """At most two of a kind, the smallest that are not trivial, and of all kinds a bounded number."""
     by_kind: dict[Any, list[Sample]] = {}
     for sample in sorted(several, key=lambda s: (s.size < 4, s.size)):
-        by_kind.setdefault(repr(sample.kind()), []).append(sample)
+        by_kind.setdefault(repr(sample.key(sizes=False)), []).append(sample)
     rounds = [[group[i] for group in by_kind.values() if i < len(group)] for i in range(2)]
     return [sample for one in rounds for sample in one][:kept]

@@ -10,7 +10,7 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from ..tensor.dispatch import carry_out
 from ..tensor.dtensor import DTensor
 from .calls import Sample, literal
 from .compare import difference
-from .spread import shards_of, spread
+from .spread import shards_of, simulated_mesh, spread
 
 #: How many pairs of candidates on a mesh of two axes, and how many placements of all tensors, are tried of one sample.
 PAIRS, PLACEMENTS = 6, 8
@@ -37,10 +37,7 @@ PAIRS, PLACEMENTS = 6, 8
 @cache
 def meshes() -> tuple[Mesh, ...]:
     """The simulated meshes that samples are spread over."""
-    shapes = ((2,), (3,), (2, 2))
-    return tuple(
-        Mesh(tuple("ab")[: len(shape)], shape, range(torch.Size(shape).numel()), "cpu", "simulated") for shape in shapes
-    )
+    return simulated_mesh((2,)), simulated_mesh((3,)), simulated_mesh((2, 2))
 
 
 @dataclass(frozen=True)
@@ -58,13 +55,11 @@ class Trial:
         several = enumerate(zip(self.sample.tensors, self.placements, strict=True), self.turn)
         return [spread(tensor, self.mesh, placement, turn) for turn, (tensor, placement) in several]
 
-    def run(self, tensors: Sequence[DTensor], rule: Rule) -> Any:
+    def run(self, tensors: Sequence[DTensor]) -> Any:
         """The operator on DTensors."""
         args, kwargs = self.sample.given(tensors)
-        if self.choices is None:
-            return self.sample.op(*args, **kwargs)
-        choices = dict(zip(self.mesh.axes, self.choices, strict=True))
-        return carry_out(DTensor, self.sample.op, tuple(args), kwargs, lambda call: along(rule, call, choices))
+        op = self.sample.op if self.choices is None else partial(taking, self.choices, self.sample.op)
+        return op(*args, **kwargs)
 
     def __str__(self) -> str:
         shown = ", ".join(f"{list(placement)}" for placement in self.placements)
@@ -91,8 +86,10 @@ class Counterexample:
         for name, tensor, placement, x in zip(names, sample.tensors, trial.placements, trial.spread(), strict=True):
             shards = ", ".join(literal(shard) for shard in shards_of(x))
             shape = f"shape={tuple(tensor.shape)}, run_check=False"
-            lines += [f"{name} = {literal(tensor)}"]
-            lines += [f"d{name} = DTensor.from_local(sw.Bundle([{shards}]), mesh, {list(placement)}, {shape})"]
+            lines += [
+                f"{name} = {literal(tensor)}",
+                f"d{name} = DTensor.from_local(sw.Bundle([{shards}]), mesh, {list(placement)}, {shape})",
+            ]
         lines += [f"print({sample.written(names)})  # one device"]
         call = sample.written([f"d{name}" for name in names])
         if trial.choices is None:
@@ -107,19 +104,16 @@ class Counterexample:
 def taking(choices: Sequence[Candidate], op: Any, *args: Any, **kwargs: Any) -> Any:
     """Call an operator on DTensors in the way that the given candidates, one for each axis, say."""
     row = find(op)
-
-    def chosen(call: Call) -> Any:
-        if row is None:
-            raise LookupError(f"{op} has no rule")
-        return along(row, call, dict(zip(call.tensors[0].mesh.axes, choices, strict=True)))
-
-    return carry_out(DTensor, op, args, kwargs, chosen)
+    if row is None:
+        raise LookupError(f"{op} has no rule")
+    return carry_out(
+        DTensor, op, args, kwargs, lambda call: along(row, call, dict(zip(call.tensors[0].mesh.axes, choices, strict=True)))
+    )
 
 
 def bound_call(sample: Sample, tensors: Sequence[DTensor]) -> Call:
     """The call of a sample as a rule reads it."""
-    args, kwargs = sample.given(tensors)
-    return bind(operator_of(sample.op), keyed(DTensor, operator_of(sample.op), tuple(args), kwargs)[1])
+    return bind(operator_of(sample.op), keyed(DTensor, operator_of(sample.op), *sample.given(tensors))[1])
 
 
 def trials(sample: Sample, rule: Rule) -> Iterator[Trial]:
@@ -133,7 +127,7 @@ def trials(sample: Sample, rule: Rule) -> Iterator[Trial]:
             pairs = list(itertools.product(candidates, repeat=2))
             chosen = [(pair, None) for pair in random.Random(0).sample(pairs, min(PAIRS, len(pairs)))]
         for by_axis, sizes in chosen:
-            placed = _placed(by_axis, sample, mesh, sizes)
+            placed = _placed(by_axis, sample, sizes)
             if placed is not None:
                 yield Trial(sample, mesh, placed, by_axis)
         for number, placements in enumerate(_placements(sample.tensors, mesh)):
@@ -141,18 +135,15 @@ def trials(sample: Sample, rule: Rule) -> Iterator[Trial]:
 
 
 def _candidates(sample: Sample, rule: Rule) -> list[Candidate]:
-    facts = schema_of(sample.op)
-    if facts.written or not sample.tensors or (not rule.inputs and rule.function is None):
+    if schema_of(sample.op).written or not sample.tensors or (not rule.inputs and rule.function is None):
         return []
     replicated = [spread(tensor, meshes()[0], [Replicate()]) for tensor in sample.tensors]
-    found = offers(rule, bound_call(sample, replicated))
-
-    def is_possible(wants: Sequence[State]) -> bool:
-        return not any(
-            isinstance(state, str) and state not in kinds_of(t) for t, state in zip(sample.tensors, wants, strict=True)
-        )
-
-    return [candidate for candidate in found if is_possible(candidate.wants)]
+    possible = [kinds_of(tensor) for tensor in sample.tensors]
+    return [
+        candidate
+        for candidate in offers(rule, bound_call(sample, replicated))
+        if all(not isinstance(state, str) or state in kinds for state, kinds in zip(candidate.wants, possible, strict=True))
+    ]
 
 
 def kinds_of(tensor: Tensor) -> list[str]:
@@ -166,32 +157,28 @@ def kinds_of(tensor: Tensor) -> list[str]:
     return kinds if large else ["avg", *kinds]
 
 
-def _placed(choices: Sequence[Candidate], sample: Sample, mesh: Mesh, sizes: Any) -> tuple[tuple[Placement, ...], ...] | None:
+def _placed(choices: Sequence[Candidate], sample: Sample, sizes: Any) -> tuple[tuple[Placement, ...], ...] | None:
     """The placements that candidates want; explicit sizes (-1: all) for what is sharded. None where there is nothing to shard
     so, or a tensor cannot be partial in two ways."""
     if sizes is not None and not any(isinstance(state, int) for choice in choices for state in choice.wants):
         return None
-    placed = []
-    for number, tensor in enumerate(sample.tensors):
-        states = [choice.wants[number] for choice in choices]
-        if len({state for state in states if isinstance(state, str)}) > 1:
+    for by_axis in zip(*((*choice.wants, *choice.results) for choice in choices), strict=True):
+        if len({state for state in by_axis if isinstance(state, str)}) > 1:
             return None
-        placed.append(tuple(_placement(state, tensor, sizes) for state in states))
-    results = zip(*(choice.results for choice in choices), strict=True)
-    return None if any(len({s for s in states if isinstance(s, str)}) > 1 for states in results) else tuple(placed)
+    wants = zip(*(choice.wants for choice in choices), strict=True)
+    pairs = zip(sample.tensors, wants, strict=True)
+    return tuple(tuple(placement_of(state, tensor, sizes) for state in states) for tensor, states in pairs)
 
 
-def _placement(state: State, tensor: Tensor, sizes: Any) -> Placement:
+def placement_of(state: State, tensor: Tensor, sizes: Any = None) -> Placement:
+    """The placement of a tensor along an axis; `sizes` of its shards, where -1 is all of it."""
     if isinstance(state, int):
-        chosen = None if sizes is None else tuple(tensor.shape[state] if n < 0 else n for n in sizes)
-        return Shard(state, sizes=chosen)
+        return Shard(state, sizes=sizes and tuple(tensor.shape[state] if n < 0 else n for n in sizes))
     return Replicate() if state is None else Partial(state)
 
 
 def _placements(tensors: Sequence[Tensor], mesh: Mesh) -> list[Any]:
     """Placements of all tensors: a fixed choice among all there are."""
-    if not tensors:
-        return []
     chance = random.Random(len(tensors))
     every: list[list[Placement]] = []
     for tensor in tensors:
@@ -201,7 +188,7 @@ def _placements(tensors: Sequence[Tensor], mesh: Mesh) -> list[Any]:
         every.append([Replicate(), *shards, *map(Partial, kinds_of(tensor))])
     if mesh.ndim == 1 and len(tensors) == 1:
         return [((one,),) for one in every[0]]
-    picks = (tuple(_pick(options, mesh, chance) for options in every) for _ in range(PLACEMENTS))
+    picks = (tuple(_pick(options, mesh, chance) for options in every) for _ in range(PLACEMENTS if tensors else 0))
     return list(dict.fromkeys(picks))
 
 
@@ -214,24 +201,19 @@ def _pick(options: list[Placement], mesh: Mesh, chance: random.Random) -> tuple[
 def check(sample: Sample, rule: Rule) -> tuple[int, list[Counterexample]]:
     """How many trials of a sample there were, and those that are not what one device gives."""
     dense = [t.clone() for t in sample.tensors]
-    want = sample.run(dense)
+    with torch.no_grad():
+        want = sample.run(dense)
     writes = bool(schema_of(sample.op).written)
-    found, count = [], 0
-    for trial in trials(sample, rule):
-        count += 1
+    found, every = [], list(trials(sample, rule))
+    for trial in every:
         tensors = trial.spread()
         try:
-            got = trial.run(tensors, rule)
-            text = difference(got, want)
-            if text is None and (writes or not all(_untouched(x) for x in tensors)):
+            text = difference(trial.run(tensors), want)
+            # Shards were filled once: one of a later version was written to.
+            if text is None and (writes or any(shard._version > 1 for x in tensors for shard in shards_of(x))):
                 text = difference(tensors, dense)
         except Exception as error:
             text = f"raises {type(error).__name__}: {error}"
         if text is not None:
             found.append(Counterexample(trial, text))
-    return count, found
-
-
-def _untouched(x: DTensor) -> bool:
-    """Whether the shards, which were filled once, were not written to since."""
-    return all(shard._version <= 1 for shard in shards_of(x))
+    return len(every), found

@@ -6,7 +6,9 @@ product is partial, every element has its own rank that holds it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,6 +23,11 @@ from ..tensor.dtensor import DTensor
 
 #: Unsigned integers, and what their bits are read as.
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def simulated_mesh(shape: tuple[int, ...]) -> Mesh:
+    """A mesh of simulated ranks with axes a, b and so on."""
+    return Mesh(tuple("abcdef"[: len(shape)]), shape, range(math.prod(shape)), "cpu", "simulated")
 
 
 def spread(tensor: Tensor, mesh: Mesh, placements: Any, turn: int = 0) -> DTensor:
@@ -46,15 +53,19 @@ def local_shards(tensor: Tensor, layout: Layout, turn: int = 0) -> Bundle:
     for place in range(len(mesh.ranks)):
         shard = tensor
         for dim in range(tensor.ndim):
-            index = [i for start, stop in layout.runs(dim, place) for i in range(start, stop)]
+            index = _indices(layout, dim, place)
             if len(index) != tensor.shape[dim]:
-                shard = shard.index_select(dim, torch.tensor(index, dtype=torch.long))
+                shard = shard.index_select(dim, index)
         point = dict(zip(mesh.axes, mesh.coordinates[place], strict=True))
         for number, (axis, kind) in enumerate(layout.partials):
             how = f"{kind} of one" if kind in ("sum", "avg") and number else kind
             shard = split(shard, how, mesh.axis_sizes[axis], turn + number)[point[axis]]
         shards.append(torch.empty_like(shard, memory_format=torch.preserve_format).copy_(shard))
     return Bundle(shards)
+
+
+def _indices(layout: Layout, dim: int, place: int) -> Tensor:
+    return torch.tensor([i for start, stop in layout.runs(dim, place) for i in range(start, stop)], dtype=torch.long)
 
 
 def assembled(x: DTensor) -> list[Tensor]:
@@ -73,21 +84,17 @@ def assembled(x: DTensor) -> list[Tensor]:
         point = dict(zip(mesh.axes, mesh.coordinates[place], strict=True))
         summands = wholes.setdefault(tuple(point[axis] for axis in copies), {})
         partials = tuple(point[axis] for axis in kinds)
-        dense = shard.detach().to_dense() if shard.layout is not torch.strided else shard.detach()
         if partials not in summands:
-            summands[partials] = torch.empty(layout.shape, dtype=dense.dtype)
-        _put(summands[partials], dense, layout, place)
+            summands[partials] = torch.empty(layout.shape, dtype=shard.dtype)
+        _put(summands[partials], shard.detach().to_dense(), layout, place)
     return [_combined(summands, list(kinds.values())) for summands in wholes.values()]
 
 
 def _put(whole: Tensor, shard: Tensor, layout: Layout, place: int) -> None:
-    index: list[Any] = []
-    for dim in range(shard.ndim):
-        held = [i for start, stop in layout.runs(dim, place) for i in range(start, stop)]
-        index.append(torch.tensor(held, dtype=torch.long).view([-1 if d == dim else 1 for d in range(shard.ndim)]))
+    index = torch.meshgrid(*(_indices(layout, dim, place) for dim in range(shard.ndim)), indexing="ij") if shard.ndim else ()
     if shard.dtype in UNSIGNED:  # which torch cannot write by index
         whole, shard = whole.view(UNSIGNED[shard.dtype]), shard.contiguous().view(UNSIGNED[shard.dtype])
-    whole[tuple(index)] = shard
+    whole[index] = shard
 
 
 def _combined(summands: dict[Any, Tensor], kinds: list[str]) -> Tensor:
@@ -115,10 +122,11 @@ def split(x: Tensor, kind: str, ranks: int, turn: int = 0) -> list[Tensor]:
         return [x.clone()]
     owner = torch.randint(ranks, x.shape, generator=torch.Generator().manual_seed(turn))
     second = (owner + 1) % ranks
-    return [_SPLITS[kind](x, owner == rank, second == rank, ranks) for rank in range(ranks)]
+    given = x * ranks if kind.startswith("avg") else x
+    return [_SPLITS[kind](given, owner == rank, second == rank) for rank in range(ranks)]
 
 
-def _sum(x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
+def _sum(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     if x.dtype is torch.bool:
         return x & first
     if not (x.is_floating_point() or x.is_complex()):
@@ -129,19 +137,19 @@ def _sum(x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
     return torch.where(calm, mine, torch.where(first, x, torch.zeros_like(x)))
 
 
-def _extreme(sign: int, x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
+def _extreme(sign: int, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    alternate = torch.arange(x.numel()).reshape(x.shape) % 2 == 0
     if x.dtype is torch.bool:
-        held = first | (second & (torch.arange(x.numel()).reshape(x.shape) % 2 == 0))  # some by several ranks
+        held = first | (second & alternate)  # some by several ranks
         return x & held if sign < 0 else x | ~held
     step = 1 + x.abs()
     if x.is_floating_point():
-        step = torch.where(torch.arange(x.numel()).reshape(x.shape) % 2 == 0, step, step / 8)
+        step = torch.where(alternate, step, step / 8)
     away = x + sign * torch.where(second, step, 2 * step)
-    calm = x.isfinite() if x.is_floating_point() else torch.ones_like(x, dtype=torch.bool)
-    return torch.where(first | ~calm, x, away)
+    return torch.where(first | ~x.isfinite(), x, away)
 
 
-def _product(x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
+def _product(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     if x.dtype is torch.bool:
         return x | ~first
     big, small = (-2, -0.5) if x.is_floating_point() or x.is_complex() else (-1, -1)
@@ -149,48 +157,12 @@ def _product(x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
     return torch.where(first, x * big, torch.where(second, one * small, one))
 
 
-def _one(x: Tensor, first: Tensor, second: Tensor, ranks: int) -> Tensor:
+def _one(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """A sum over a second axis: one rank has it all, so that adding up over both is exact in any order."""
     return torch.where(first, x, torch.zeros_like(x))
 
 
 _SPLITS: dict[str, Any] = {
-    "sum of one": _one,
-    "avg of one": lambda x, *given: _one(x * given[-1], *given),
-    "sum": _sum,
-    "avg": lambda x, *given: _sum(x * given[-1], *given),
-    "max": lambda *given: _extreme(-1, *given),
-    "min": lambda *given: _extreme(1, *given),
-    "product": _product,
+    **{"sum": _sum, "avg": _sum, "sum of one": _one, "avg of one": _one, "product": _product},
+    **{"max": partial(_extreme, -1), "min": partial(_extreme, 1)},
 }
-
-
-def flat(value: Any) -> list[Any]:
-    """The leaves of lists, tuples and dictionaries, in order.
-
-    >>> flat((1, [2, {"a": 3}]))
-    [1, 2, 3]
-    """
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in flat(item)]
-    return [value]
-
-
-def filled(value: Any, leaves: Sequence[Any]) -> Any:
-    """The same lists, tuples and dictionaries with other leaves.
-
-    >>> filled((1, [2, {"a": 3}]), [4, 5, 6])
-    (4, [5, {'a': 6}])
-    """
-    return _filled(value, iter(leaves))
-
-
-def _filled(value: Any, leaves: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _filled(item, leaves) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_filled(item, leaves) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return next(leaves)

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Partial
+from shardwise.verify.calls import Sample
 from shardwise.verify.compare import difference
 from shardwise.verify.operators import combinations
-from shardwise.verify.samples import Case, cases, chosen, is_random, operators, uninitialised
-from shardwise.verify.spread import filled, flat, spread
+from shardwise.verify.samples import chosen, is_random, operators, tolerant, uninitialised
+from shardwise.verify.spread import spread
 
 #: Elements up to which a call is tried.
 LARGEST = 100_000
@@ -61,7 +63,7 @@ class Finding(NamedTuple):
     text: str
 
 
-def invalid(name: str, samples: int) -> Iterator[tuple[str, Case]]:
+def invalid(name: str, samples: int) -> Iterator[tuple[str, Sample]]:
     """Calls of an operator that may be invalid: torch's own, and samples with one value spoilt."""
     op = operators()[name]
     with warnings.catch_warnings():
@@ -69,26 +71,15 @@ def invalid(name: str, samples: int) -> Iterator[tuple[str, Case]]:
         if op.error_inputs_func is not None:
             for number, error in enumerate(op.error_inputs("cpu")):
                 given = error.sample_input
-                yield f"error input {number}", Case(op, (given.input, given.args, given.kwargs))
+                yield f"error input {number}", Sample(op, (given.input, *given.args), given.kwargs)
         for dtype in (torch.float32, torch.int64):
-            several = chosen(_valid(op, dtype), samples)
+            several = chosen(tolerant(op, dtype, 2), samples)
             for number, case in enumerate(several):
-                for what, values in _spoilt(case.values):
-                    yield f"{dtype} sample {number}, {what}", Case(op, values)
-
-
-def _valid(op: Any, dtype: torch.dtype) -> list[Case]:
-    try:
-        return cases(op, dtype, 2)
-    except Exception:  # some samples need what this machine lacks
-        return []
-
-
-def _spoilt(values: Any) -> Iterator[tuple[str, Any]]:
-    leaves = flat(values)
-    for at, leaf in enumerate(leaves):
-        for what, other in _others(leaf):
-            yield f"leaf {at} {what}", filled(values, [*leaves[:at], other, *leaves[at + 1 :]])
+                leaves, structure = tree_flatten((case.args, case.kwargs))
+                for at, leaf in enumerate(leaves):
+                    for what, other in _others(leaf):
+                        args, kwargs = tree_unflatten([*leaves[:at], other, *leaves[at + 1 :]], structure)
+                        yield f"{dtype} sample {number}, leaf {at} {what}", Sample(op, args, kwargs)
 
 
 def _others(leaf: Any) -> Iterator[tuple[str, Any]]:
@@ -130,7 +121,7 @@ def check(name: str, mesh: Mesh, samples: int, placements: int) -> Iterator[Find
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number, (what, case) in enumerate(invalid(name, samples)):
-            if not case.tensors or not all(map(_ordinary, case.tensors)) or "out" in case.values[2]:
+            if not case.tensors or not all(map(_ordinary, case.tensors)) or "out" in case.kwargs:
                 continue
             want = _outcome(case, [t.clone() for t in case.tensors])
             chance = not isinstance(want, Exception) and is_random(case)
@@ -145,7 +136,7 @@ def check(name: str, mesh: Mesh, samples: int, placements: int) -> Iterator[Find
                 yield Finding(name, kind, f"{what}: {_shown(case)} on {' '.join(str(list(p)) for p in places)}", text)
 
 
-def _known(name: str, kind: str, text: str, case: Case) -> bool:
+def _known(name: str, kind: str, text: str, case: Sample) -> bool:
     """Whether a difference is one that is known and has its reason."""
     if kind == "taken":  # a library below torch that fails is no refusal
         return "MKL" in text or any(name == operator and word in text for operator, word in TAKEN)
@@ -157,17 +148,17 @@ def _ordinary(x: Tensor) -> bool:
     return type(x) is Tensor and x.layout is torch.strided and x.device.type == "cpu" and x.numel() <= LARGEST
 
 
-def _shown(case: Case) -> str:
-    return str([f"{t.dtype}{list(t.shape)}" if isinstance(t, Tensor) else t for t in flat(case.values)])[:300]
+def _shown(case: Sample) -> str:
+    return str([f"{t.dtype}{list(t.shape)}" if isinstance(t, Tensor) else t for t in case.leaves])[:300]
 
 
 def _finite(value: Any) -> bool:
     """Summands of what is infinite have no sum; that it is, only the data knows."""
-    dense = [x for x in flat(value) if isinstance(x, Tensor) and x.layout is torch.strided]
+    dense = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.layout is torch.strided]
     return all(bool(x.isfinite().all()) for x in dense if x.is_floating_point())
 
 
-def _outcome(case: Case, tensors: list[Any]) -> Any:
+def _outcome(case: Sample, tensors: list[Any]) -> Any:
     """What a call gives: results and what became of the arguments, or an exception."""
     torch.manual_seed(0)
     with torch.no_grad(), contextlib.suppress(StopIteration):

@@ -7,7 +7,6 @@ does the same with the `out=` of torch's own functions, which are often made of 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.base.schema import functional_form, schema_of
 from shardwise.verify.compare import difference
-from shardwise.verify.spread import filled, flat, spread
+from shardwise.verify.spread import spread
 
 aten = torch.ops.aten
 MESH = sw.Mesh(("a",), (2,), range(2), "cpu", "simulated")
@@ -85,7 +84,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = schema_of(func).named(args, kwargs or {})
         held = self.noted.get(func)
-        if held is not None and len(held) < KEPT and sum(x.numel() for x in flat(given) if isinstance(x, Tensor)) <= LARGEST:
+        size = sum(x.numel() for x in tree_leaves(given) if isinstance(x, Tensor))
+        if held is not None and len(held) < KEPT and size <= LARGEST:
             held.append(tree_map_only(Tensor, lambda x: x.detach().resolve_conj().resolve_neg().clone(), given))
         return func(*args, **(kwargs or {}))
 
@@ -95,12 +95,8 @@ def recorded(wanted: set[Any], names: Callable[[str], bool] = lambda name: True)
     from shardwise.verify import samples
 
     recorder = Recorder(wanted)
-    for name, op in samples.operators().items():
-        for dtype in (torch.float32, torch.int64) if names(name) else ():
-            for case in samples.chosen(samples._tolerant(op, dtype), 3):
-                with recorder, contextlib.suppress(Exception), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    samples.run_and_back(case, [t.clone() for t in case.tensors])
+    several = [op for name, op in samples.operators().items() if names(name)]
+    samples.run_under(recorder, several, (torch.float32, torch.int64), 3)
     return recorder.noted
 
 
@@ -190,7 +186,7 @@ def out_of_database(name: str, limit: int) -> list[str]:
             try:
                 found = case.run(case.tensors)
                 want = tree_map_only(Tensor, torch.full_like, found, fill_value=1)
-                given = case.function(case.values[0], *case.values[1], **case.values[2], out=want)
+                given = case.op(*case.args, **case.kwargs, out=want)
             except Exception:  # not on one device either
                 continue
             if samples.is_random(case):
@@ -206,14 +202,12 @@ def _with_out(case: Any, found: Any, want: Any, how: tuple[bool, int, str]) -> s
     returned, read, kind = how
     numbers = iter(range(100))
     outs = tree_map_only(Tensor, lambda x: KINDS[kind](torch.full_like(x, 1), next(numbers)), found)
-    tensors = iter([distributed(x, read) for x in case.tensors])
-    leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in flat(case.values)]
-    x, args, kwargs = filled(case.values, leaves)
+    args, kwargs = case.given([distributed(x, read) for x in case.tensors])
     try:
-        got = case.function(x, *args, **kwargs, out=outs)
+        got = case.op(*args, **kwargs, out=outs)
     except Exception as error:
         return repr(error)
-    if returned and any(one is not other for one, other in zip(flat(got), flat(outs), strict=True)):
+    if returned and any(one is not other for one, other in zip(tree_leaves(got), tree_leaves(outs), strict=True)):
         return "gives back another tensor than out="
     return difference(outs, want)
 

@@ -182,6 +182,6 @@ def test_invalid_calls_of_an_operator(name: str) -> None:
 @pytest.mark.slow
 def test_invalid_calls_of_every_operator() -> None:
     """In forked processes: torch itself may crash on an invalid call."""
-    results = list(pool.run(findings, list(operators()), 2))
+    results = list(pool.run_tasks(findings, list(operators()), 2))
     assert [(done.task, done.failure) for done in results if done.failure] == []
     assert [finding for done in results for finding in done.result] == []

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import itertools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -138,12 +136,8 @@ def test_decompositions_that_serve_here_give_what_kernels_give() -> None:
     from shardwise.verify import samples
 
     mode = Decomposed()
-    for op in samples.operators().values():
-        for dtype in (torch.float32, torch.int64, torch.bool, torch.complex64, torch.bfloat16):
-            for case in samples.chosen(samples._tolerant(op, dtype), 6):
-                with mode, contextlib.suppress(Exception), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    samples.run_and_back(case, [t.clone() for t in case.tensors])
+    dtypes = (torch.float32, torch.int64, torch.bool, torch.complex64, torch.bfloat16)
+    samples.run_under(mode, samples.operators().values(), dtypes, 6)
     assert not mode.wrong and len(mode.counts) > 20
 
 

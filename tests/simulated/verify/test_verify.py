@@ -23,7 +23,7 @@ from shardwise.verify.calls import Sample
 from shardwise.verify.completeness import missing
 from shardwise.verify.coverage import SWEEPS, page
 from shardwise.verify.operators import Sweep, Verdict, check_operator
-from shardwise.verify.report import check_rules
+from shardwise.verify.rules import check_rules
 from shardwise.verify.samples import operators
 from shardwise.verify.soundness import check
 from shardwise.verify.spread import reduced, split, spread
@@ -124,7 +124,7 @@ def _task(name: str) -> str:
 
 def test_tasks_that_hang_or_abort_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "LIMIT", 0.1)
-    done = {one.task: (one.result, one.failure) for one in pool.run(_task, ["a", "abort", "hang", "fault", "b"], 1)}
+    done = {one.task: (one.result, one.failure) for one in pool.run_tasks(_task, ["a", "abort", "hang", "fault", "b"], 1)}
     assert done["a"] == ("a", "") and done["b"] == ("b", "")
     assert done["abort"][1] == "abort" and done["hang"][1] == "hang" and done["fault"][1] == "fault: ValueError: no"
 
