@@ -83,8 +83,8 @@ _BLOCK = {
 def public_names(folder=ROOT / "shardwise"):
     """What a package exports, in the order of its contents page."""
     tree = ast.parse((folder / "__init__.py").read_text())
-    every = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__")
-    return ast.literal_eval(every)
+    lists = [node.value for node in tree.body if ast.unparse(node).startswith(("__all__ =", "__all__ +="))]
+    return [name for each in lists for name in ast.literal_eval(each)]
 
 
 def reference_pages():

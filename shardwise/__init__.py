@@ -40,71 +40,15 @@ from .tensor.factories import empty, full, ones, rand, randint, randn, randperm,
 from .tensor.relabel import relabel
 from .verify.register import rule
 
-__all__ = [
-    "ArgumentError",
-    "Bundle",
-    "CommunicationError",
-    "CompileError",
-    "DTensor",
-    "Layout",
-    "LayoutError",
-    "Mesh",
-    "MeshError",
-    "MismatchError",
-    "MissingFileError",
-    "OperatorError",
-    "Package",
-    "Partial",
-    "Pipeline",
-    "PipelineError",
-    "Placement",
-    "PlanError",
-    "Program",
-    "RematError",
-    "Replicate",
-    "Schedule",
-    "Shard",
-    "ShardwiseError",
-    "StridedShard",
-    "WorldError",
-    "cache_clear",
-    "cache_info",
-    "calibrate",
-    "capture",
-    "communication",
-    "compile",
-    "compile_report",
-    "debug",
-    "debug_mode",
-    "distribute_module",
-    "distribute_tensor",
-    "each_rank",
-    "empty",
-    "export",
-    "full",
-    "grouped_mm",
-    "init_device_mesh",
-    "init_mesh",
-    "int_pow",
-    "layout",
-    "load_artifacts",
-    "load_package",
-    "ones",
-    "p2p",
-    "pipeline",
-    "plan",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "relabel",
-    "remat",
-    "remat_module",
-    "ring_attention",
-    "rule",
-    "save",
-    "save_artifacts",
-    "simulate",
-    "trace_comm",
-    "zeros",
-]
+__all__ = ["Bundle", "DTensor", "distribute_module", "distribute_tensor", "each_rank"]
+__all__ += ["empty", "full", "ones", "rand", "randint", "randn", "randperm", "zeros"]
+__all__ += ["Layout", "Mesh", "init_device_mesh", "init_mesh", "layout", "relabel", "simulate"]
+__all__ += ["Partial", "Placement", "Replicate", "Shard", "StridedShard"]
+__all__ += ["calibrate", "communication", "debug", "debug_mode", "p2p", "plan", "trace_comm"]
+__all__ += ["Program", "capture", "compile", "compile_report", "load_artifacts", "save_artifacts"]
+__all__ += ["Package", "export", "load_package"]
+__all__ += ["Pipeline", "Schedule", "pipeline", "remat", "remat_module", "save"]
+__all__ += ["grouped_mm", "int_pow", "ring_attention"]
+__all__ += ["cache_clear", "cache_info", "rule"]
+__all__ += ["ArgumentError", "LayoutError", "MeshError", "MissingFileError", "OperatorError", "PlanError", "ShardwiseError"]
+__all__ += ["CommunicationError", "CompileError", "MismatchError", "PipelineError", "RematError", "WorldError"]
