@@ -11,7 +11,9 @@ import torch
 from torch import Generator, Tensor
 
 from .._torch.compiler import NotTraced, tracing_context
+from .._torch.tensors import tree_map_only
 from ..base.schema import schema_of
+from ..comm import transport
 from ..comm.interception import watched
 from ..layouts.layout import Layout, Number, PerRank, whole
 from ..random.bits import Draw, recipe
@@ -52,7 +54,7 @@ def _traced_spans(tools: Toolbox, layout: Layout) -> tuple[Any, ...]:
         sizes = side.factor.sizes
         even = min(sizes) == max(sizes)  # also where sizes are symbols
         first = partial(layout.shard, side.factor) if even else partial(_at, side.start, layout, side.factor)
-        start = tools.number(Number(first), layout.mesh)
+        start = transport(layout.mesh).number(Number(first), layout.mesh)
         starts.append(start * side.length(0) if even else start)
         lengths.append(side.length(0) if even else PerRank(partial(_at, side.length, layout, side.factor)))
     return tuple(starts), tuple(lengths), tuple(side.stride for side in several)
@@ -73,15 +75,11 @@ def seeded(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
         )
     seed = tools.key(mesh, given.pop("generator", None))[0]
 
-    def spread(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [spread(item) for item in value]
-        return tools.local(tools.replicated(value, mesh, tools.operator)) if isinstance(value, Tensor) else value
+    def gathered(x: Tensor) -> Tensor:
+        return tools.local(tools.replicated(x, mesh, tools.operator))
 
     kernel = partial(_with_seed, op, tuple(given), "generator" in schema_of(op).names, seed)
-    outs = tools.each(kernel, mesh, *map(spread, given.values()))
-    wrapped = [_replicated(tools, out, mesh) for out in (outs if isinstance(outs, tuple) else (outs,))]
-    return tuple(wrapped) if isinstance(outs, tuple) else wrapped[0]
+    return tools.whole(tools.each(kernel, mesh, *tree_map_only(Tensor, gathered, list(given.values()))), mesh)
 
 
 def _with_seed(op: Any, names: Sequence[str], takes_generator: bool, seed: int, *values: Any) -> Any:
@@ -92,9 +90,3 @@ def _with_seed(op: Any, names: Sequence[str], takes_generator: bool, seed: int, 
     with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
         torch.manual_seed(seed)
         return op(**given)
-
-
-def _replicated(tools: Toolbox, local: Any, mesh: Any) -> Any:
-    if not isinstance(local, Tensor):
-        return local
-    return tools.wrap(local, Layout.of(mesh, [[whole(n)] for n in local.shape], (), local.dtype, local.stride()))

@@ -16,20 +16,16 @@ from .._torch.tensors import composite, decompositions, knows_conjugates, tree_m
 from ..base.schema import Schema, functional_form, schema_of
 from ..comm import check, note, transport
 from ..errors import OperatorError
-from ..layouts.from_placements import make_layout
-from ..layouts.placement import Replicate
 from ..propagation.operator import Operator
 from .draw import seeded
 from .toolbox import Toolbox
 from .wrapping import sever
 
-Program = Callable[..., Any]
 
-
-def choose(operator: Operator) -> Program:
+def choose(operator: Operator) -> Callable[..., Any]:
     """The program for an operator without a rule."""
     if composite(operator.func):
-        return _composite
+        return lambda tools, func, *args, **kwargs: func.decompose(*args, **kwargs)
     if operator.form is not None:
         return functional
     if operator.schema.random:
@@ -44,10 +40,6 @@ def _refuse(tools: Toolbox, func: Any, *args: Any, **kwargs: Any) -> Any:
         f"{schema_of(func).name} draws random numbers into an argument, which would differ from rank to rank; draw into a new "
         "tensor and copy it, or use an in-place operator such as uniform_ or normal_"
     )
-
-
-def _composite(tools: Toolbox, func: Any, *args: Any, **kwargs: Any) -> Any:
-    return func.decompose(*args, **kwargs)
 
 
 def decompose(tools: Toolbox, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,43 +119,35 @@ def gather(tools: Toolbox, func: Any, *args: Any, **kwargs: Any) -> Any:
     note("fallbacks", facts.name)
     check(facts.name, 1, lambda: "it has no rule, so its inputs are gathered")
 
-    def gathered(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            local = tools.local(tools.replicated(value, mesh, facts.name))
-            if value.is_contiguous() != local.is_contiguous():
-                local = tools.each(_contiguous if value.is_contiguous() else _apart, mesh, local)
+    def gathered(x: Tensor) -> Tensor:
+        local = tools.local(tools.replicated(x, mesh, facts.name))
+        if x.is_contiguous() == local.is_contiguous():
             return local
-        return [gathered(item) for item in value] if isinstance(value, list | tuple) else value
+        return tools.each(Tensor.contiguous if x.is_contiguous() else _apart, mesh, local)
+
+    def nothing(out: Tensor) -> Any:  # for an `out=`, which is not read: makes an empty tensor on each rank, that is resized
+        return partial(torch.empty, 0, dtype=out.dtype, device=out.device)
 
     given = facts.named(args, kwargs)
-    values = [_nothing(v) if name in facts.outs else gathered(v) for name, v in given.items()]
+    values = [tree_map_only(Tensor, nothing if name in facts.outs else gathered, v) for name, v in given.items()]
     outs, written = transport(mesh).each(partial(_aware, func, tuple(given)), mesh, *values)
     if facts.written:
         several = outs if len(facts.returns) > 1 else (outs,)
-        new = [(None, _wrapped(tools, out, mesh)) for name, out in zip(facts.returns, several, strict=False) if name is None]
+        new = [(None, tools.whole(out, mesh)) for name, out in zip(facts.returns, several, strict=False) if name is None]
         names = [name for name in facts.written if name in given]
-        return _written(tools, facts, given, [*new, *zip(names, _wrapped(tools, written, mesh), strict=True)])
-    results = _wrapped(tools, outs, mesh)
-    return _severed(results, func, args, kwargs) if facts.view and _moved(tools, given) else results
-
-
-def _contiguous(x: Tensor) -> Tensor:
-    return x.contiguous()
+        return _written(tools, facts, given, [*new, *zip(names, tools.whole(written, mesh), strict=True)])
+    results = tools.whole(outs, mesh)
+    if not facts.view or not any(tools.is_distributed(x) and tools.layout(x).states for x in given.values()):
+        return results  # arguments were whole before, so that a view of one is a view here too
+    if isinstance(results, list | tuple):
+        return type(results)(sever(item, func, args, kwargs, i) for i, item in enumerate(results))
+    return sever(results, func, args, kwargs, 0)
 
 
 def _apart(x: Tensor) -> Tensor:
     """The same with gaps. What some operators give depends on whether an argument is contiguous, and their gradients ask the
     DTensor that: the determinant keeps the factors of a matrix, or of its transpose."""
     return x.new_empty((*x.shape, 2))[..., 0].copy_(x)
-
-
-def _nothing(out: Any) -> Any:
-    """For an `out=` argument, which is not read: what makes an empty tensor on each rank, that the operator resizes."""
-    return (
-        [_nothing(item) for item in out]
-        if isinstance(out, list | tuple)
-        else partial(torch.empty, 0, dtype=out.dtype, device=out.device)
-    )
 
 
 def _made(value: Any) -> Any:
@@ -185,29 +169,7 @@ def _aware(func: Any, names: tuple[str, ...], *values: Any) -> tuple[Any, list[A
     if not any(isinstance(value, Tensor) and value.is_complex() for value in given.values()):
         return run()
     with knows_conjugates():
-        return tree_map_only(Tensor, _resolved, run())
-
-
-def _resolved(x: Tensor) -> Tensor:
-    return x.resolve_conj().resolve_neg()
-
-
-def _moved(tools: Toolbox, given: dict[str, Any]) -> bool:
-    """Whether any argument was not whole before, so that a view of the gathered one is no view of it."""
-    return any(tools.is_distributed(x) and tools.layout(x).states for x in given.values())
-
-
-def _severed(value: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(sever(item, func, args, kwargs, i) for i, item in enumerate(value))
-    return sever(value, func, args, kwargs, 0)
-
-
-def _wrapped(tools: Toolbox, value: Any, mesh: Any) -> Any:
-    if isinstance(value, Tensor):
-        layout = make_layout(value.shape, mesh, [Replicate()] * mesh.ndim, value.dtype, value.stride())
-        return tools.wrap(value, layout)
-    return type(value)(_wrapped(tools, item, mesh) for item in value) if isinstance(value, list | tuple) else value
+        return tree_map_only(Tensor, lambda x: x.resolve_conj().resolve_neg(), run())
 
 
 def writes_plain(cls: Any, facts: Schema, args: Any, kwargs: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from .._torch.compiler import tracing_context
+from .._torch.tensors import tree_map_only
 from ..comm import seen, transport
 from ..comm.watch.log import watching
 from ..errors import OperatorError
@@ -17,7 +18,7 @@ from ..layouts.layout import Layout, PerRank
 from ..layouts.mesh import Mesh
 from ..random.keys import next_key
 from ..redistribution.run import move
-from .wrapping import local_on, wrap
+from .wrapping import local_on, replicated_on, wrap
 
 #: torch's own attribute, which DTensor puts a property in front of.
 _data: Any = torch.Tensor.data
@@ -81,6 +82,10 @@ class Toolbox:
         local, layout = local_on(self.cls, x, mesh)
         return wrap(self.cls, move(local, layout, layout.replicated(), operator), layout.replicated())
 
+    def whole(self, values: Any, mesh: Mesh) -> Any:
+        """DTensors around local values that every rank holds whole, also through lists and tuples."""
+        return tree_map_only(Tensor, lambda x: wrap(self.cls, x, replicated_on(mesh, x)), values)
+
     def plain(self, x: Any, operator: str = "") -> Tensor:
         """The whole value as an ordinary tensor, on every rank."""
         layout = x._layout
@@ -109,10 +114,6 @@ class Toolbox:
             check(x)
         elif transport(x._layout.mesh).place(x._layout.mesh) >= 0:
             self.each(check, x._layout.mesh, x)
-
-    def number(self, value: PerRank, mesh: Mesh) -> Tensor:
-        """A number of each rank, as a local 0-d tensor."""
-        return transport(mesh).number(value, mesh)
 
     def offset(self, layout: Layout, dim: int) -> Tensor:
         """The first global index of a dim on each rank, as a local 0-d tensor."""

@@ -20,7 +20,6 @@ from ..comm.tracing import mark_specific
 from ..layouts.from_placements import make_layout
 from ..layouts.layout import Layout, SymbolicLayout, contiguous_stride
 from ..layouts.mesh import Mesh
-from ..layouts.placement import Replicate
 from ..layouts.text import form_of
 from ..redistribution.run import move
 
@@ -30,16 +29,12 @@ def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:
     """A DTensor around a local value."""
     if isinstance(layout, SymbolicLayout):
         return _wrap_symbolic(cls, local, layout)
-    self = make_wrapper(cls, layout.shape, layout.stride, None, None, layout.dtype, torch.strided, _device(local, layout))
+    device = local.device if local.is_meta else layout.device
+    self = make_wrapper(cls, layout.shape, layout.stride, None, None, layout.dtype, torch.strided, device)
     self._local, self._layout = local, layout
     if not layout.even and layout.mesh.world != "simulated":
         mark_specific(layout)
     return self
-
-
-def _device(local: Tensor, layout: Layout) -> torch.device:
-    """The device that a DTensor shows: its mesh's, but for one without data."""
-    return local.device if local.is_meta else layout.device
 
 
 def maker(cls: Any, layout: Layout) -> Any:
@@ -57,7 +52,8 @@ def _wrap_symbolic(cls: Any, local: Tensor, layout: Layout) -> Any:
     stride = [rebuilt(step, (*shape, *local.shape, *contiguous_stride(shape))) for step in layout.stride]
     with unseen():
         shape, stride = [known(n) for n in shape], [known(n) for n in stride]
-        self = make_wrapper(cls, shape, stride, None, None, layout.dtype, torch.strided, _device(local, layout))
+        device = local.device if local.is_meta else layout.device
+        self = make_wrapper(cls, shape, stride, None, None, layout.dtype, torch.strided, device)
     self._local, self._layout = local, layout
     return self
 
@@ -83,11 +79,15 @@ def copied_view(x: Any, memo: dict[int, Any]) -> Any:
     return memo[id(x)]
 
 
+def replicated_on(mesh: Mesh, tensor: Tensor) -> Layout:
+    """The layout of a plain tensor that every rank of a mesh holds."""
+    return make_layout(tensor.shape, mesh, {}, tensor.dtype, tensor.stride())
+
+
 def local_on(cls: Any, tensor: Any, mesh: Mesh) -> tuple[Tensor, Layout]:
     """A tensor's local value and layout on a mesh; a plain tensor is taken as replicated."""
     if not isinstance(tensor, cls):
-        layout = make_layout(tensor.shape, mesh, [Replicate()] * mesh.ndim, tensor.dtype, tensor.stride())
-        return transport(mesh).replicate(tensor.resolve_conj().resolve_neg(), mesh), layout
+        return transport(mesh).replicate(tensor.resolve_conj().resolve_neg(), mesh), replicated_on(mesh, tensor)
     layout = tensor._layout
     if layout.mesh is mesh:
         return tensor._local, layout
