@@ -5,8 +5,9 @@ Works on the functional collectives of an fx graph. Decisions depend on the grap
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,23 +24,33 @@ _ALL_GATHER = collectives.all_gather_into_tensor.default
 
 
 class Reduction(NamedTuple):
-    """An all-reduce: the node that starts it, what it reduces, by which kind, and over which group."""
+    """An all-reduce: the nodes that wait for it and start it, what it reduces, by which kind, and over which group."""
 
+    wait: Node
     start: Node
     x: Node
     kind: str
     group: str
 
     @property
-    def sort(self) -> tuple[str, str, torch.dtype]:
+    def sort(self) -> tuple[Any, ...]:
         """What all-reduces that become one must have in common."""
-        return self.kind, self.group, value(self.x).dtype
+        return self.kind, self.group, value(self.x).dtype, value(self.x).device
 
 
-def reduction(node: Any) -> Reduction | None:
-    """The all-reduce that a node waits for."""
-    start: Any = node.args[0] if node.target is WAIT else None
-    return Reduction(start, *start.args) if is_(start, _ALL_REDUCE) and len(start.users) == 1 else None
+def reduction(start: Any) -> Reduction | None:
+    """The all-reduce that a node starts, if nothing but one wait uses it."""
+    users = list(start.users) if is_(start, _ALL_REDUCE) else []
+    return Reduction(users[0], start, *start.args) if [user.target for user in users] == [WAIT] else None
+
+
+def _reduced(x: Node, like: Node, instead: Iterable[Reduction]) -> Node:
+    """The all-reduce of a value by the kind and group of `like`, instead of others, and for the operators that those served."""
+    start = add(_ALL_REDUCE, (x, *like.args[1:]), like)
+    wait = add(WAIT, (start,), like)
+    texts = [text for one in instead if (text := one.start.meta.get("shardwise"))]
+    start.meta["shardwise"] = wait.meta["shardwise"] = "; ".join(dict.fromkeys(texts))
+    return wait
 
 
 # ── after linear operators ────────────────────────────────────────────────────────────────────────────────────────────
@@ -77,39 +88,32 @@ def reduce_later(graph: Graph) -> int:
     """
     changed = 0
     for node in list(graph.nodes):
-        found = _below(node, 0)
-        if found is not None and _pays(node, found, graph):
-            changed += _reduce_at(node, found)
+        found = _linear(node)
+        changed += found is not None and _pays(node, found) and _reduce_at(node, found)
     return changed
 
 
 class Linear(NamedTuple):
     """A node as a linear function: of which reduced values, by which operators (in order), and what else these take."""
 
-    leaves: tuple[Node, ...]
+    leaves: tuple[Reduction, ...]
     through: tuple[Node, ...] = ()
     beside: tuple[Node, ...] = ()
 
 
-def _linear(node: Node, depth: int) -> Linear | None:
-    """`node` as a linear function of all-reduced values, or None; it must have a single user."""
-    if len(node.users) > 1 or depth > _DEPTH:
+def _linear(node: Node, depth: int = 0) -> Linear | None:
+    """`node` as a linear function of all-reduced values, or None; what it is made of must have a single user."""
+    if depth and (len(node.users) > 1 or depth > _DEPTH):
         return None
-    return Linear((node,)) if reduction(node) else _below(node, depth)
-
-
-def _below(node: Node, depth: int) -> Linear | None:
+    if depth and node.target is WAIT and (leaf := reduction(node.args[0])):
+        return Linear((leaf,))
     for operands in _operands(node):
-        parts = [_linear(operand, depth + 1) for operand in operands]
-        if parts and None not in parts:
-            return _together(node, operands, [part for part in parts if part is not None])
+        parts = [part for operand in operands if (part := _linear(operand, depth + 1))]
+        if parts and len(parts) == len(operands):
+            leaves, through, beside = (tuple(dict.fromkeys(itertools.chain(*every))) for every in zip(*parts, strict=True))
+            others = [other for other in node.all_input_nodes if other not in operands]
+            return Linear(leaves, (*through, node), (*beside, *others))
     return None
-
-
-def _together(node: Node, operands: Sequence[Node], parts: list[Linear]) -> Linear:
-    beside = [other for other in node.all_input_nodes if other not in operands]
-    every = [tuple(dict.fromkeys(item for part in parts for item in part[i])) for i in range(3)]
-    return Linear(every[0], (*every[1], node), (*every[2], *beside))
 
 
 def _operands(node: Any) -> list[list[Node]]:
@@ -140,76 +144,61 @@ def _is_tame(factor: Any, node: Node) -> bool:
     return math.isfinite(factor) and (not narrow or abs(factor) <= 1)
 
 
-def _pays(node: Node, found: Linear, graph: Graph) -> bool:
+def _pays(node: Node, found: Linear) -> bool:
     """Whether reducing at a node instead gives the same values for less communication."""
-    reductions = [one for leaf in found.leaves if (one := reduction(leaf))]
-    sort, here = reductions[0].sort, nbytes(node)
-    before = [nbytes(one.x) for one in reductions]
-    sizes = [size for size in before if size is not None]
-    if not here or len(sizes) < len(before) or here > sum(sizes) or (len(sizes) == 1 and here == sizes[0]):
+    sort, here = found.leaves[0].sort, nbytes(node)
+    before = sum(math.inf if (size := nbytes(one.x)) is None else size for one in found.leaves)
+    if not here or not here <= before < math.inf or (len(found.leaves) == 1 and here == before):
         return False
-    epoch = epochs(graph)
-    involved = (*(one.start for one in reductions), *found.through, *found.beside)
+    epoch = epochs(node.graph)
+    involved = (*(one.start for one in found.leaves), *found.through, *found.beside)
     return (
-        all(one.sort == sort for one in reductions)
+        all(one.sort == sort for one in found.leaves)
         and all(getattr(value(through), "dtype", None) == sort[2] for through in found.through)
         and (sort[0] in _LINEAR or all(through.target in _PLACING | _JOINING for through in found.through))
         and len({epoch[one] for one in involved if one.op == "call_function"} | {epoch[node]}) == 1
-        and (not found.beside or set(found.beside) <= _alike(graph, sort[1]))
+        and (not found.beside or set(found.beside) <= _alike(node.graph, sort[1]))
     )
 
 
 def _alike(graph: Graph, group: str) -> set[Node]:
-    """The values that are surely the same on all ranks of a group: what was reduced or gathered over it, and what pure
-    operators make of such values or of nothing."""
+    """The values that are surely the same on all ranks of a group: what was reduced or gathered over it, and what operators
+    whose results depend on their arguments alone make of such values or of nothing."""
     found: set[Node] = set()
     for node in graph.nodes:
         target = node.target
         if not isinstance(target, OpOverload):
             continue
         gathered = target in (_ALL_REDUCE, _ALL_GATHER) and node.args[-1] == group
-        pure = target is WAIT or (target.namespace in ("aten", "prims") and _is_function(target))
-        if gathered or (pure and all(taken in found for taken in node.all_input_nodes)):
+        facts = schema_of(target)
+        varies = target.namespace not in ("aten", "prims") or facts.written or facts.random or "empty" in str(target)
+        if gathered or ((target is WAIT or not varies) and found.issuperset(node.all_input_nodes)):
             found.add(node)
     return found
 
 
-def _is_function(target: OpOverload) -> bool:
-    """Whether an operator's result depends on its arguments alone."""
-    return not (schema_of(target).written or schema_of(target).random or "empty" in str(target))
-
-
 def _reduce_at(node: Node, found: Linear) -> bool:
     """Reduce a node instead of the values it is made of, if later nodes accept a contiguous value."""
-    reductions = [one for leaf in found.leaves if (one := reduction(leaf))]
-    packed = value(node).contiguous()
+    packed, graph = value(node).contiguous(), node.graph
     later = {} if order(packed) == order(value(node)) else _restrided(node, packed)
     if later is None:
         return False
-    graph = node.graph
-    for leaf, one in zip(found.leaves, reductions, strict=True):
+    for one in found.leaves:
         with graph.inserting_before(one.start):
-            same = order(value(one.x)) == order(value(leaf))
+            same = order(value(one.x)) == order(value(one.wait))
             x = one.x if same else add(CLONE, (one.x,), one.start, memory_format=torch.contiguous_format)
-        leaf.replace_all_uses_with(x)
-        graph.erase_node(leaf)
+        one.wait.replace_all_uses_with(x)
+        graph.erase_node(one.wait)
         graph.erase_node(one.start)
     users = list(node.users)
     with graph.inserting_before(node.next):
         dense = add(CLONE, (node,), node, memory_format=torch.contiguous_format) if later else node
-        start = add(_ALL_REDUCE, (dense, reductions[0].kind, reductions[0].group), reductions[0].start)
-        wait = add(WAIT, (start,), reductions[0].start)
-    start.meta["shardwise"] = wait.meta["shardwise"] = _why(one.start for one in reductions)
+        wait = _reduced(dense, found.leaves[0].start, found.leaves)
     for user in users:
         user.replace_input_with(node, wait)
     for after, changed in later.items():
         after.meta["val"] = changed
     return True
-
-
-def _why(nodes: Iterable[Node]) -> str:
-    """The operators that joined all-reduces are made for, as text."""
-    return "; ".join(dict.fromkeys(text for node in nodes if (text := node.meta.get("shardwise"))))
 
 
 def _restrided(node: Node, now: Any) -> dict[Node, Any] | None:
@@ -254,75 +243,64 @@ def bucket(graph: Graph) -> int:
 
 
 def _bucket_once(graph: Graph) -> int:
-    changed = 0
-    gone: set[Node] = set()
+    changed, gone = 0, set[Node]()
     for node in list(graph.nodes):
-        if node not in gone and _is_small(node):
-            members = _members(node)
-            gone.update(members)
+        members = _members(first) if node not in gone and (first := _small(node)) else []
+        gone.update(one.start for one in members)
+        if len(members) > 1:
+            _put_together(members)
             changed += len(members) - 1
-            if len(members) > 1:
-                _put_together(members)
     return changed
 
 
-def _is_small(start: Node) -> bool:
-    size = nbytes(start) if start.target is _ALL_REDUCE and [user.target for user in start.users] == [WAIT] else None
-    return size is not None and 0 < size <= SMALL
+def _small(start: Node) -> Reduction | None:
+    """The all-reduce that a node starts, if it is small."""
+    found = reduction(start)
+    return found if found and 0 < (nbytes(start) or 0) <= SMALL else None
 
 
-def _members(first: Node) -> list[Node]:
+def _members(first: Reduction) -> list[Reduction]:
     """The all-reduces that are joined with the first."""
-    members, late = [first], {first}
-    total, sort = nbytes(first) or 0, _sort(first)
-    node = first.next
+    members, late, total = [first], {first.start}, nbytes(first.start) or 0
+    node = first.start.next
     while node.op != "output" and not mutates(node):
-        size = nbytes(node)
+        size, other = nbytes(node), _small(node)
         if any(taken in late for taken in node.all_input_nodes):
             if size is None or size > SMALL:
                 break
             late.add(node)
-        elif size is not None and _is_small(node) and _sort(node) == sort and total + size <= BUCKET:
-            members.append(node)
+        elif size is not None and other and other.sort == first.sort and total + size <= BUCKET:
+            members.append(other)
             late.add(node)
             total += size
         node = node.next
     return members
 
 
-def _sort(start: Node) -> tuple[Any, ...]:
-    return *start.args[1:], value(start).dtype, value(start).device
-
-
-def _put_together(members: list[Node]) -> None:
+def _put_together(members: list[Reduction]) -> None:
     """Replace all-reduces by one of their concatenation, at the place of the last."""
-    first, last = members[0], members[-1]
-    graph = first.graph
-    with graph.inserting_before(last):
-        flat = [_flat(start) for start in members]
-        joined = add(aten.cat.default, (flat,), last)
-        start = add(_ALL_REDUCE, (joined, *last.args[1:]), last)
-        wait = add(WAIT, (start,), last)
-        start.meta["shardwise"] = wait.meta["shardwise"] = _why(members)
+    last = members[-1].start
+    with last.graph.inserting_before(last):
+        flat = [_flat(one) for one in members]
+        wait = _reduced(add(aten.cat.default, (flat,), last), last, members)
         parts, begin = {}, 0
-        for member in members:
-            (result,) = member.users
-            end = begin + value(member).numel()
-            part = add(aten.slice.Tensor, (wait, 0, begin, end), member)
-            part = add(aten.view.default, (part, list(value(member).shape)), member)
+        for one in members:
+            end = begin + value(one.start).numel()
+            part = add(aten.slice.Tensor, (wait, 0, begin, end), one.start)
+            part = add(aten.view.default, (part, list(value(one.start).shape)), one.start)
             # Results of the program are in memory of their own: the caller may write to one of them.
-            parts[result] = add(CLONE, (part,), member) if escapes(result) else part
+            parts[one.wait] = add(CLONE, (part,), one.start) if escapes(one.wait) else part
             begin = end
-    _use_later(first, parts, flat[0])
-    for member in members:
-        graph.erase_node(member)
+    _use_later(members[0].start, parts, flat[0])
+    for one in members:
+        last.graph.erase_node(one.start)
 
 
-def _flat(start: Node) -> Node:
-    x: Any = start.args[0]
+def _flat(one: Reduction) -> Node:
+    x = one.x
     if not value(x).is_contiguous():
-        x = add(CLONE, (x,), start, memory_format=torch.contiguous_format)
-    return add(aten.view.default, (x, [value(x).numel()]), start)
+        x = add(CLONE, (x,), one.start, memory_format=torch.contiguous_format)
+    return add(aten.view.default, (x, [value(x).numel()]), one.start)
 
 
 def _use_later(first: Node, parts: dict[Node, Node], until: Node) -> None:

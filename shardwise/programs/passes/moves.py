@@ -17,9 +17,8 @@ from torch.fx import Graph, Node
 from ..._torch.compiler import trace_local
 from ...comm.tracing import tracing
 from ...errors import PlanError
-from ...layouts.layout import Layout
 from ...layouts.text import Form
-from ...planning.plan import plan
+from ...planning.plan import Plan, plan
 from ...redistribution.run import move
 from .graph import AGAIN, CLONE, epochs, mutates, order, remove_dead, replace, value
 
@@ -32,33 +31,30 @@ class Move(NamedTuple):
     """The arguments of a move node. A size that is a symbol is a node."""
 
     x: Node
-    shape: Sequence[int | Node]
+    shape: Sequence[Any]
     have: str
     want: str
     operator: str
 
-    @property
-    def symbolic(self) -> bool:
-        """Whether a size is symbolic."""
-        return any(isinstance(size, Node) for size in self.shape)
+    def plan(self, have: str, want: str) -> Plan | None:
+        """The plan from one layout to another, given as texts; None where there is none, or where a size is symbolic."""
+        if any(isinstance(size, Node) for size in self.shape):
+            return None
+        try:
+            before, after = (Form.read(form).layout(tuple(self.shape), value(self.x).dtype) for form in (have, want))
+            return plan(before, after)
+        except PlanError:
+            return None
 
-    def layout(self, form: str) -> Layout:
-        """The layout that the text of a form stands for; no size may be symbolic."""
-        shape: Any = tuple(self.shape)
-        return Form.read(form).layout(shape, value(self.x).dtype)
-
-    def __str__(self) -> str:
-        return f"{self.operator}: {Form.read(self.have)} → {Form.read(self.want)}"
+    def cost(self, have: str, want: str) -> float:
+        """Estimated seconds from one layout to another; nobody knows where there is no plan."""
+        steps = None if have == want else self.plan(have, want)
+        return steps.cost if steps is not None else 0.0 if have == want else math.inf
 
 
-def moves(graph: Graph) -> list[Node]:
+def moves(graph: Graph) -> list[Any]:
     """The moves of a program, in order."""
-    return [node for node in graph.nodes if node.target is MOVE]
-
-
-def read(node: Any) -> Move:
-    """The arguments of a move node."""
-    return Move(*node.args)
+    return list(graph.find_nodes(op="call_function", target=MOVE))
 
 
 # ── merging ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -82,7 +78,7 @@ def _make_once(graph: Graph) -> int:
     first: dict[tuple[Any, ...], Node] = {}
     every = moves(graph)
     for node in every:
-        it = read(node)
+        it = Move(*node.args)
         source = _source(it.x, epoch)
         known = first.setdefault((source, tuple(it.shape), it.have, it.want, epoch[node], node.meta.get(AGAIN)), node)
         if known is not node:
@@ -102,19 +98,21 @@ def _join(graph: Graph) -> int:
     epoch = epochs(graph)
     changed = 0
     for node in moves(graph):
-        inner = read(node)
-        outer, only = _onward(node, epoch)
-        fitting = [user for user in outer if _continues(inner, read(user))]
-        chosen = _worthwhile(inner, fitting, only and len(fitting) == len(outer))
-        for user in chosen:
-            _skip(inner, user)
+        inner = Move(*node.args)
+        users, only = _onward(node, epoch)
+        outer = {user: it for user in users if _continues(inner, it := Move(*user.args))}
+        for user in (chosen := _worthwhile(inner, outer, only and len(outer) == len(users))):
+            if inner.have == outer[user].want:
+                replace(user, inner.x)
+            else:
+                user.args = tuple(outer[user]._replace(x=inner.x, have=inner.have))
         changed += len(chosen)
     if changed:
         remove_dead(graph, collectives_too=True)
     return changed
 
 
-def _onward(node: Node, epoch: dict[Node, int]) -> tuple[list[Node], bool]:
+def _onward(node: Node, epoch: dict[Node, int]) -> tuple[list[Any], bool]:
     """The moves of a node's value, and whether nothing else uses it."""
     found, only = [], True
     for user in node.users:
@@ -138,33 +136,13 @@ def _continues(inner: Move, outer: Move) -> bool:
     return same and meshes[0] is meshes[1] is meshes[2]
 
 
-def _worthwhile(inner: Move, outer: list[Node], only: bool) -> list[Node]:
+def _worthwhile(inner: Move, outer: dict[Node, Move], only: bool) -> list[Node]:
     """Those of the moves after `inner` that should not start from where it ends. If `only` they use it, it need not be made."""
-    others = [read(user) for user in outer]
-    direct = [_cost(inner, inner.have, one.want) for one in others]
-    after = [_cost(inner, inner.want, one.want) for one in others]
-    if only and outer and sum(direct) <= _cost(inner, inner.have, inner.want) + sum(after) < math.inf:
-        return outer
+    direct = [inner.cost(inner.have, one.want) for one in outer.values()]
+    after = [inner.cost(inner.want, one.want) for one in outer.values()]
+    if only and outer and sum(direct) <= inner.cost(inner.have, inner.want) + sum(after) < math.inf:
+        return list(outer)
     return [user for user, one, other in zip(outer, direct, after, strict=True) if one < other]
-
-
-def _cost(it: Move, have: str, want: str) -> float:
-    """Estimated seconds from one layout to another; nobody knows where there is no plan, or no shape."""
-    if have == want:
-        return 0.0
-    try:
-        return math.inf if it.symbolic else plan(it.layout(have), it.layout(want)).cost
-    except PlanError:
-        return math.inf
-
-
-def _skip(inner: Move, node: Node) -> None:
-    """Let a move start from where `inner` starts."""
-    outer = read(node)
-    if inner.have == outer.want:
-        replace(node, inner.x)
-    else:
-        node.args = (inner.x, outer.shape, inner.have, outer.want, outer.operator)
 
 
 # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -179,45 +157,39 @@ def expand_moves(graph: Graph, decompositions: dict[Any, Any] | None = None) -> 
     known: dict[Any, Graph] = {}
     changed = 0
     for node in moves(graph):
-        it = read(node)
-        if it.symbolic or not _is_alike(it):
+        it = Move(*node.args)
+        steps = it.plan(it.have, it.want)
+        if steps is None or not _is_alike(steps):
             continue
-        x = value(it.x)
-        key = (*map(str, (it.shape, it.have, it.want)), order(x), x.dtype)
+        key = (steps.have, steps.want, order(value(it.x)))
         if key not in known:
-            known[key] = _steps(it, decompositions)
+            known[key] = _traced(steps, value(it.x), decompositions)
         if not any(map(mutates, known[key].nodes)):
-            _splice(node, known[key])
+            _splice(node, it, known[key])
             changed += 1
     return changed
 
 
-def _is_alike(it: Move) -> bool:
-    """Whether the steps of a move are the same on all ranks: shards of a dim may differ in size only if no step changes it."""
-    steps = plan(it.layout(it.have), it.layout(it.want)).steps
-    changed = [dims for step in steps for dims in zip(step.before.dims, step.after.dims, strict=True) if dims[0] != dims[1]]
-    return all(min(factor.sizes) == max(factor.sizes) for dims in changed for dim in dims for factor in dim)
+def _is_alike(steps: Plan) -> bool:
+    """Whether steps are the same on all ranks: shards of a dim may differ in size only if no step changes it."""
+    pairs = [dims for step in steps.steps for dims in zip(step.before.dims, step.after.dims, strict=True)]
+    return all(min(part.sizes) == max(part.sizes) for dims in pairs if dims[0] != dims[1] for dim in dims for part in dim)
 
 
-def _steps(it: Move, decompositions: dict[Any, Any] | None) -> Graph:
-    have, want = it.layout(it.have), it.layout(it.want)
-
-    def program(x: Tensor) -> Tensor:
-        return move(x, have, want).contiguous()
-
+def _traced(steps: Plan, x: Tensor, decompositions: dict[Any, Any] | None) -> Graph:
     with tracing(whole_moves=False):
-        steps: Graph = trace_local(program, value(it.x), decompositions)
-    return steps
+        found: Graph = trace_local(lambda x: move(x, steps.have, steps.want).contiguous(), x, decompositions)
+    return found
 
 
-def _splice(node: Node, steps: Graph) -> None:
+def _splice(node: Node, it: Move, steps: Graph) -> None:
     """Put the nodes of steps in place of a move."""
-    it, graph = read(node), node.graph
+    why = f"{it.operator}: {Form.read(it.have)} → {Form.read(it.want)}"
     place = {old: it.x for old in steps.nodes if old.op == "placeholder"}
-    with graph.inserting_before(node):
+    with node.graph.inserting_before(node):
         for old in steps.nodes:
             if old.op == "call_function":
-                place[old] = new = graph.node_copy(old, place.__getitem__)
-                new.meta = {"val": value(old), "shardwise": str(it), "stack_trace": node.meta.get("stack_trace")}
+                place[old] = new = node.graph.node_copy(old, place.__getitem__)
+                new.meta = {"val": value(old), "shardwise": why, "stack_trace": node.meta.get("stack_trace")}
     (result,) = steps.output_node().all_input_nodes
     replace(node, place[result])
