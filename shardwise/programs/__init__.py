@@ -8,8 +8,7 @@ In the order of imports, which go down only:
     training_step  whole training steps as one program: replacements for optimizer methods
     show           a local program as text to read
     assemble       a local program as a Python function
-    debug          captured programs in debug mode
-    capture        `capture`: a distributed function as a local program
+    capture        `capture`: a distributed function as a local program, also in debug mode
     job/           compiles a program once for the whole job
 """
 

@@ -12,18 +12,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from .._torch.compiler import hit_recompile_limit, local_graphs
+from .._torch.tensors import OpOverload
 from ..base.argument_checks import a_function
+from ..comm.aliases import expected
+from ..comm.failures import failed
 from ..comm.tracing import is_of_one_rank, tracing
-from .debug import with_checks
+from ..comm.watch.log import watching
+from .assemble import assemble
 from .gradients import align_leaves
-from .passes.foreach import batch
-from .passes.graph import hold, remove_dead
+from .passes.captured import reduce_calls
+from .passes.graph import WAIT, hold
 from .passes.order import improve
-from .passes.views import tidy
-from .show import show
+from .show import line_of, show
 from .training_step import traceable, whole_steps
 
 
@@ -63,12 +66,10 @@ class Program:
 
     def _keep(self, part: str, gm: GraphModule) -> Callable[[list[Any]], Any]:
         improve(gm)
-        tidy(gm.graph)
-        batch(gm.graph)
-        remove_dead(gm.graph)
+        reduce_calls(gm.graph)
         gm.recompile()
         self.captured.append(Captured(part, gm))
-        return with_checks(gm.graph)
+        return _with_reports(gm.graph)
 
     def text(self) -> str:
         """The local programs as text: a line for each operator, and behind each collective the user's line that needs it."""
@@ -102,3 +103,31 @@ def _held(joint: GraphModule) -> GraphModule:
     if is_of_one_rank():
         hold(joint.graph)
     return joint
+
+
+# ── reports of collectives ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _with_reports(graph: Graph) -> Callable[[list[Any]], Any]:
+    """A local program as a function. In blocks of `debug_mode` and `trace_comm` it is one that says before each collective for
+    which operator and which line of the user it is; that one is made when it is first needed."""
+    plain = assemble(graph)
+    reporting = functools.cache(lambda: assemble(graph, _before))
+
+    def run(inputs: list[Any]) -> Any:
+        try:
+            return plain(inputs) if watching.get() is None else reporting()(inputs)
+        except Exception as error:
+            failed(error, "a captured program")
+            raise
+        finally:
+            expected.origin = ("", "")
+
+    return run
+
+
+def _before(node: Node) -> Callable[..., None] | None:
+    if not isinstance(node.target, OpOverload) or node.target is WAIT or node.target.namespace != "_c10d_functional":
+        return None
+    origin = str(node.meta.get("shardwise", "")).partition(": ")[0], line_of(node)
+    return lambda *args: setattr(expected, "origin", origin)

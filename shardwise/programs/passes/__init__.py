@@ -6,6 +6,5 @@ In the order of imports, which go down only:
     moves        passes on redistributions: redundant ones go, the rest become steps of plans
     all_reduces  passes on all-reduces: after linear operators, and small ones in buckets
     order        `improve`: all these passes in order, also for Inductor; waits as late as possible
-    views        passes for captured programs: operators that do nothing go, inputs are updated in place
-    foreach      passes for captured programs: few operators instead of many small ones
+    captured     passes for captured programs: fewer operators, and inputs updated in place
 """
