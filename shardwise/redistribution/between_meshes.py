@@ -7,7 +7,8 @@ sends and receives is found by looking once at every other rank.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor, dtype
 
@@ -15,108 +16,44 @@ from ..comm import PerRank, Transport
 from ..layouts.layout import Layout, Run
 from ..layouts.mesh import Mesh
 from ..planning.step import Step, per_step
-from .shards import (
-    Chunk,
-    Index,
-    Overlap,
-    chunks_in,
-    chunks_out,
-    common,
-    copy,
-    in_a_row,
-    index_of,
-    overlaps,
-    pack,
-    shape_of,
-    unpack,
-)
+from .shards import Chunk, Index, common, index_of, pack, shape_of
+from .step_kernels import Exchange, exchange_of, filled
 
 
 def transfer(x: Tensor, step: Step, world: Transport) -> Tensor:
     """The local value of `step.after`, from that of `step.before` on another mesh; nothing is partial on either."""
-    ranks, held, sent, send, landing, receive = _route(step)
+    ranks, held, how = _route(step)
     x = world.reseat(x, step.before.mesh, ranks, held)
-    flat = world.each(_packed, ranks, x, step.before.dtype, sent)
+    flat = world.each(_packed, ranks, x, step.before.dtype, how.size, how.going)
     if step.bytes:
-        flat = world.all_to_all(flat, send, receive, ranks, ranks.axes)
-    out = world.each(_landed, ranks, x, flat, landing)
+        flat = world.all_to_all(flat, how.send, how.receive, ranks, ranks.axes)
+    out = world.each(filled, ranks, x, flat, how.shape, how.coming, how.own)
     return world.reseat(out, ranks, step.after.mesh, PerRank(step.after.local_shape))
 
 
-# ── one rank's own tensors ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class _Load(NamedTuple):
-    """What a rank sends to, or receives from, each of all ranks: how many elements, and where they lie in its own tensor."""
-
-    counts: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-
-
-class _Landing(NamedTuple):
-    """What a rank ends with: its shape (None: the rank is not in the target's mesh), what it has of that, and what comes."""
-
-    shape: tuple[int, ...] | None
-    kept: tuple[Overlap, ...]
-    load: _Load
-
-
-def _packed(x: Tensor, kind: dtype, load: _Load) -> Tensor:
-    return pack(x, sum(load.counts), load.chunks).to(kind)
-
-
-def _landed(x: Tensor, flat: Tensor, landing: _Landing) -> Tensor:
-    if landing.shape is None:
-        return flat
-    return unpack(flat, copy(x, flat.new_empty(landing.shape), landing.kept), landing.load.chunks)
-
-
-# ── who sends what to whom ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Route(NamedTuple):
-    """The ranks of both meshes as one mesh, and by its places what each rank holds (its shape), sends and ends with."""
-
-    ranks: Mesh
-    held: PerRank
-    sent: PerRank
-    send: PerRank
-    landing: PerRank
-    receive: PerRank
+def _packed(x: Tensor, kind: dtype, size: int, chunks: Sequence[Chunk]) -> Tensor:
+    return pack(x, size, chunks).to(kind)
 
 
 @per_step
-def _route(step: Step) -> Route:
+def _route(step: Step) -> tuple[Mesh, PerRank, Exchange]:
+    """The ranks of both meshes as one mesh, and by its places the shapes that they hold, and what they exchange."""
     every = sorted({*step.before.mesh.ranks, *step.after.mesh.ranks})
     ranks = Mesh(("ranks",), (len(every),), every, step.before.mesh.device, step.before.mesh.world)
-    places = [step.before.mesh.place(rank) for rank in every]
-    held = PerRank(lambda place: (0,) if (own := places[place]) is None else step.before.local_shape(own))
-    sent = PerRank(lambda place: _sent(step, every, every[place]))
-    landing = PerRank(lambda place: _landing(step, every, every[place]))
-    send = PerRank(lambda place: sent.at(place).counts)
-    receive = PerRank(lambda place: landing.at(place).load.counts)
-    return Route(ranks, held, sent, send, landing, receive)
+
+    def index_in(layout: Layout) -> PerRank:
+        places = [layout.mesh.place(rank) for rank in every]
+        return PerRank(lambda place: None if (own := places[place]) is None else index_of(layout, own))
+
+    held, others = index_in(step.before), range(len(every))
+    shapes = PerRank(lambda place: (0,) if (index := held.at(place)) is None else shape_of(index))
+    share = partial(_share, step, every)
+    return ranks, shapes, exchange_of(lambda place: others, share, held, index_in(step.after))
 
 
-def _sent(step: Step, every: list[int], rank: int) -> _Load:
-    place = step.before.mesh.place(rank)
-    counts, shares = in_a_row([_share(step, rank, goal) for goal in every])
-    return _Load(counts, () if place is None else tuple(chunks_out(index_of(step.before, place), shares)))
-
-
-def _landing(step: Step, every: list[int], rank: int) -> _Landing:
-    place, own = step.after.mesh.place(rank), step.before.mesh.place(rank)
-    counts, shares = in_a_row([_share(step, source, rank) for source in every])
-    if place is None:
-        return _Landing(None, (), _Load(counts, ()))
-    wanted = index_of(step.after, place)
-    kept = () if own is None else overlaps(index_of(step.before, own), wanted)
-    return _Landing(shape_of(wanted), kept, _Load(counts, tuple(chunks_in(wanted, shares))))
-
-
-def _share(step: Step, source: int, goal: int) -> Index | None:
-    """The indices that one rank sends to another; None where there are none."""
-    before, after = step.before, step.after
+def _share(step: Step, every: list[int], giver: int, taker: int) -> Index | None:
+    """The indices that one of all ranks sends to another; None where there are none."""
+    before, after, source, goal = step.before, step.after, every[giver], every[taker]
     here, there, own = before.mesh.place(source), after.mesh.place(goal), before.mesh.place(goal)
     if here is None or there is None or (own is not None and _shards(before, own) == _shards(before, here)):
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -30,22 +30,37 @@ from ..layouts.text import Form, form_of
 from ..planning.plan import Plan, plan
 from ..planning.step import Step
 from .between_meshes import transfer
+from .shards import pack
 from .step_kernels import divided, equal_counts, exchanging, filled, local_work, ranks, reduction, varying
 
 
-def move(local: Tensor, have: Layout, want: Layout, operator: str = "", max_bytes: int | None = None) -> Tensor:
+def move(local: Tensor, have: Layout, want: Layout | Plan, operator: str = "", max_bytes: int | None = None) -> Tensor:
     """The local value of `want`, from that of `have`; `local` itself where nothing has to change.
 
-    `operator` is on whose behalf data moves: what the user asked for, and gradients, are not refused. `max_bytes` bounds what
-    a rank holds on the way.
+    `operator` is on whose behalf data moves: what the user asked for, and gradients, are not refused. A plan in the place of a
+    layout is not either: `permit` was asked about all plans of its operator. `max_bytes` bounds what a rank holds on the way.
     """
     if have is want:
         return local
-    steps = plan(have, want, max_bytes)
-    if operator and operator != "gradient" and steps.collectives:
+    steps = want if isinstance(want, Plan) else plan(have, want, max_bytes)
+    if steps is not want and operator and operator != "gradient" and steps.collectives:
         check(operator, steps.bytes, lambda: f"{have} → {want}")
-    with tracing(whole_moves=False) if max_bytes is not None else nullcontext():  # a move does not say how much it may hold
-        return run(local, steps, operator or "redistribute", have.shape)
+    operator, mesh, shape = operator or "redistribute", steps.have.mesh, have.shape
+    world, parts = transport(mesh, operator), (part for layout in steps.layouts for dim in form_of(layout).dims for part in dim)
+    if is_symbolic(shape) and any(part.sizes is not None for part in parts):
+        shape = torch.Size(int(size) for size in shape)  # shards of given sizes are of one size only
+    if isinstance(local, AsyncTensor):
+        local = local.trigger_wait()
+    by = Running(world, world.traced(local), shape)
+    if by.traced:
+        current()  # torch is patched for a trace that communicates
+        if steering.get().whole_moves and max_bytes is None:  # such an operator does not say how much it may hold
+            return torch.ops.shardwise.move(local, shape, form_of(steps.have).text, form_of(steps.want).text, operator)
+    elif steps.collectives:
+        for line, given, shards in world.assumed(mesh):
+            check_shards(world.shapes(given, mesh), shards, mesh.root, line)
+        return watched(operator, (steps.have, steps.want), local, lambda: _run(local, steps, by))
+    return _run(local, steps, by)
 
 
 def permit(plans: Sequence[Plan], inputs: Sequence[Layout], operator: str) -> None:
@@ -60,35 +75,10 @@ def permit(plans: Sequence[Plan], inputs: Sequence[Layout], operator: str) -> No
         check(operator, sum([steps.bytes for steps in sent]), describe)
 
 
-def run(local: Tensor, steps: Plan, operator: str, shape: Sequence[int] | None = None) -> Tensor:
-    """Run a plan's steps through the transport; `shape` is that of the global tensor where sizes are symbols."""
-    shape = steps.have.shape if shape is None else shape
-    world = transport(steps.have.mesh, operator)
-    if is_symbolic(shape) and any(_is_explicit(layout) for layout in steps.layouts):
-        shape = tuple(int(size) for size in shape)  # shards of given sizes are of one size only
-    if isinstance(local, AsyncTensor):
-        local = local.trigger_wait()
-    by = Running(world, world.traced(local), shape)
-    if steps.collectives and not by.traced:
-        for line, given, shards in world.assumed(steps.have.mesh):
-            check_shards(world.shapes(given, steps.have.mesh), shards, steps.have.mesh.root, line)
-        return watched(operator, (steps.have, steps.want), local, lambda: _run(local, steps, operator, by))
-    return _run(local, steps, operator, by)
-
-
-def _run(local: Tensor, steps: Plan, operator: str, by: Running) -> Tensor:
-    if by.traced:
-        current()  # torch is patched for a trace that communicates
-    if by.traced and steering.get().whole_moves:
-        have, want = form_of(steps.have).text, form_of(steps.want).text
-        return torch.ops.shardwise.move(local, by.shape, have, want, operator)
+def _run(local: Tensor, steps: Plan, by: Running) -> Tensor:
     for step in steps.steps:
         local = _RUN[step.kind](local, step, by)
     return local
-
-
-def _is_explicit(layout: Layout) -> bool:
-    return any(part.sizes is not None for dim in form_of(layout).dims for part in dim)
 
 
 class Running(NamedTuple):
@@ -145,21 +135,12 @@ def _exchange(x: Tensor, step: Step, by: Running) -> Tensor:
     """Every rank sends to every other what that one gets from it; what it has itself does not travel."""
     if by.traced:
         return wait_tensor(torch.ops.shardwise.exchange(x, by.shape, write(step)))
-    mesh = step.before.mesh
-    lay_out, send, receive, shape, chunks, own = exchanging(step)
-    packed = by.transport.each(lay_out[0], mesh, x, *lay_out[1:])
-    received = by.transport.all_to_all(packed, send, receive, mesh, step.axes)
-    return by.transport.each(filled, mesh, x, received, shape, chunks, own)
-
-
-def _transfer(x: Tensor, step: Step, by: Running) -> Tensor:
-    if by.traced:
-        return wait_tensor(torch.ops.shardwise.exchange(x, by.shape, write(step)))
-    return transfer(x, step, by.transport)
-
-
-def _alone(x: Tensor, step: Step, by: Running) -> Tensor:
-    return _part("alone", x, step, by)
+    if step.kind == "transfer":
+        return transfer(x, step, by.transport)
+    mesh, how = step.before.mesh, exchanging(step)
+    packed = by.transport.each(pack, mesh, x, how.size, how.going)
+    received = by.transport.all_to_all(packed, how.send, how.receive, mesh, step.axes)
+    return by.transport.each(filled, mesh, x, received, how.shape, how.coming, how.own)
 
 
 def _scale(x: Tensor, step: Step, by: Running) -> Tensor:
@@ -173,12 +154,8 @@ _RUN: dict[str, Callable[[Tensor, Step, Running], Tensor]] = {
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
-    "permute": _exchange,
-    "exchange": _exchange,
-    "transfer": _transfer,
-    "take": _alone,
-    "split": _alone,
-    "embed": _alone,
+    **dict.fromkeys(("permute", "exchange", "transfer"), _exchange),
+    **dict.fromkeys(("take", "split", "embed"), partial(_part, "alone")),
     "scale": _scale,
 }
 
@@ -219,7 +196,7 @@ def _own(out: Tensor, x: Tensor, before: Mesh, after: Mesh) -> Tensor:
 def _move(x: Tensor, shape: Sequence[int], have: str, want: str, operator: str) -> Tensor:
     before, after = (Form.read(form).layout(shape, x.dtype) for form in (have, want))
     with tracing(whole_moves=False):
-        return _own(run(x, plan(before, after), operator, before.shape), x, before.mesh, after.mesh)
+        return _own(move(x, before, plan(before, after), operator), x, before.mesh, after.mesh)
 
 
 def _step(x: Tensor, shape: Sequence[int], text: str, part: str) -> Tensor:
@@ -242,30 +219,17 @@ def _new_local(x: Tensor, shape: Sequence[int], form: str) -> Tensor:
     return transport(layout.mesh).each(x.new_empty, layout.mesh, PerRank(layout.local_shape))
 
 
-def _move_fake(x: Tensor, shape: Sequence[int], have: str, want: str, operator: str) -> Tensor:
-    return _new_local(x, shape, want)
-
-
-def _exchange_fake(x: Tensor, shape: Sequence[int], text: str) -> Tensor:
-    return _new_local(x, shape, text.split(" | ")[3])
-
-
 def _step_fake(x: Tensor, shape: Sequence[int], text: str, part: str) -> Tensor:
     kind, _, _, after = text.split(" | ")
     if part != "before":
         return _new_local(x, shape, after)
     if kind == "all_to_all":
         return x.new_empty((x.numel(),))
-    return _laid_out(x, shape, text) if kind == "reduce_scatter" else _step(x, shape, text, part)
-
-
-def _laid_out(x: Tensor, shape: Sequence[int], text: str) -> Tensor:
-    """One shard behind the other; shards of different shapes lie flat, each in the room of the largest."""
-    layout = Form.read(text.split(" | ")[3]).layout(shape, x.dtype)
-    if layout.even:
-        first, *rest = layout.local_shape(0)
-        return x.new_empty((x.numel() // max(math.prod((first, *rest)), 1) * first, *rest))
-    return _step(x, shape, text, "before")
+    layout = Form.read(after).layout(shape, x.dtype)
+    if kind != "reduce_scatter" or not layout.even:  # shards of different shapes lie flat, each in the room of the largest
+        return _step(x, shape, text, part)
+    first, *rest = layout.local_shape(0)  # one shard behind the other
+    return x.new_empty((x.numel() // max(math.prod((first, *rest)), 1) * first, *rest))
 
 
 # What one rank does not need another one may: no rank leaves out a communication as dead code. Inductor looks for waits only.
@@ -274,8 +238,8 @@ keep_alive(torch.ops.shardwise.exchange.default)
 wait_tensor = collectives.wait_tensor.default
 
 torch.library.impl("shardwise::move", "CompositeExplicitAutograd", _move)
-torch.library.register_fake("shardwise::move", _move_fake)
+torch.library.register_fake("shardwise::move", lambda x, shape, have, want, operator: _new_local(x, shape, want))
 torch.library.impl("shardwise::step", "CompositeExplicitAutograd", _step)
 torch.library.register_fake("shardwise::step", _step_fake)
 torch.library.impl("shardwise::exchange", "CompositeExplicitAutograd", _exchange_now)
-torch.library.register_fake("shardwise::exchange", _exchange_fake)
+torch.library.register_fake("shardwise::exchange", lambda x, shape, text: _new_local(x, shape, text.split(" | ")[3]))

@@ -59,31 +59,20 @@ class Turns(NamedTuple):
     turn: PerRank
 
 
-def splits(parts: Parts, axes: Sequence[str], layout: Layout, shape: Callable[[int], tuple[int, ...]]) -> Turns:
-    """Bring a local tensor made of `parts` to one shard after another, in the order of the group over `axes`."""
-    order = _axes_first(parts, axes)
-    return Turns(_is_straight(order), PerRank(lambda place: Turn(_sizes(parts, layout, place), order, shape(place))))
+def turns(
+    parts: Parts, axes: Sequence[str], layout: Layout, shape: Callable[[int], tuple[int, ...]], back: bool = False
+) -> Turns:
+    """Bring a local tensor made of `parts` to one shard after another, in the order of the group over `axes`; or `back`."""
+    order = (*(parts.index(axis) for axis in axes), *(i for i, part in enumerate(parts) if not isinstance(part, str)))
+    straight, lengths = order == tuple(range(len(order))), layout.mesh.axis_sizes
+    if back:
+        parts, order = [parts[i] for i in order], tuple(sorted(range(len(order)), key=order.__getitem__))
 
+    def turn(place: int) -> Turn:
+        sizes = [lengths[p] if isinstance(p, str) else p.sizes[layout.shard(p, place)] for p in parts]
+        return Turn(tuple(sizes), order, shape(place))
 
-def joins(parts: Parts, axes: Sequence[str], layout: Layout, shape: Callable[[int], tuple[int, ...]]) -> Turns:
-    """The way back: one shard after another, to a local tensor made of `parts`."""
-    order = _axes_first(parts, axes)
-    stacked = [parts[i] for i in order]
-    back = tuple(sorted(range(len(order)), key=order.__getitem__))
-    return Turns(_is_straight(order), PerRank(lambda place: Turn(_sizes(stacked, layout, place), back, shape(place))))
-
-
-def _axes_first(parts: Parts, axes: Sequence[str]) -> tuple[int, ...]:
-    return (*(parts.index(axis) for axis in axes), *(i for i, part in enumerate(parts) if not isinstance(part, str)))
-
-
-def _is_straight(order: tuple[int, ...]) -> bool:
-    return order == tuple(range(len(order)))
-
-
-def _sizes(parts: Parts, layout: Layout, place: int) -> tuple[int, ...]:
-    shape = layout.mesh.axis_sizes
-    return tuple([shape[p] if isinstance(p, str) else p.sizes[layout.shard(p, place)] for p in parts])
+    return Turns(straight, PerRank(turn))
 
 
 def split(x: Tensor, turn: Turn) -> Tensor:
@@ -159,31 +148,22 @@ def stretches(source: Sequence[Run], target: Sequence[Run]) -> list[Stretches]:
     [Stretches(length=2, times=3, there=0, here=0, there_step=4, here_step=2)]
     """
     found: list[Stretches] = []
-    for there, here, length in _contiguous(source, target):
-        if found and (longer := _continued(found[-1], there, here, length)):
-            found[-1] = longer
-        else:
-            found.append(Stretches(length, 1, there, here, length, length))
-    return found
-
-
-def _contiguous(source: Sequence[Run], target: Sequence[Run]) -> list[tuple[int, int, int]]:
-    """Intervals of positions that are contiguous in both tensors: the position in each, and the length."""
-    found: list[tuple[int, int, int]] = []
     for low, high, there, here in _meetings(source, target):
-        if found and found[-1][0] + found[-1][2] == there and found[-1][1] + found[-1][2] == here:
-            found[-1] = (*found[-1][:2], found[-1][2] + high - low)
-        else:
-            found.append((there, here, high - low))
+        new = Stretches(high - low, 1, there, here, high - low, high - low)
+        found[-1:] = _joined(found[-1], new) if found else [new]
     return found
 
 
-def _continued(span: Stretches, there: int, here: int, length: int) -> Stretches | None:
-    steps = (there - span.there) // span.times, (here - span.here) // span.times
-    next_one = span.there + span.times * steps[0], span.here + span.times * steps[1]
-    if length != span.length or next_one != (there, here) or (span.times > 1 and steps != span[4:]):
-        return None
-    return Stretches(length, span.times + 1, span.there, span.here, *steps)
+def _joined(span: Stretches, new: Stretches) -> list[Stretches]:
+    """Two spans as one where they are contiguous, or equal stretches at equal distances; else both."""
+    apart = new.there - span.there, new.here - span.here
+    if span.times == 1 and apart == (span.length, span.length):
+        length = span.length + new.length
+        return [Stretches(length, 1, span.there, span.here, length, length)]
+    steps = apart if span.times == 1 else (span.there_step, span.here_step)
+    if new.length != span.length or apart != (span.times * steps[0], span.times * steps[1]):
+        return [span, new]
+    return [Stretches(span.length, span.times + 1, span.there, span.here, *steps)]
 
 
 class Slice(NamedTuple):
@@ -216,10 +196,9 @@ def overlaps(source: Index, target: Index) -> tuple[Overlap, ...]:
 def _fitting(span: Stretches, there: int, here: int) -> Iterator[Stretches]:
     """The span itself where its stretches with their gaps lie inside dims of these sizes; else the last stretch apart."""
     if span.times > 1 and (span.times * span.there_step > there or span.times * span.here_step > here):
-        yield span._replace(times=span.times - 1)
-        length, times, first, second, there_step, here_step = span
-        there_last, here_last = first + (times - 1) * there_step, second + (times - 1) * here_step
-        yield Stretches(length, 1, there_last, here_last, length, length)
+        last = span.times - 1
+        yield span._replace(times=last)
+        yield span._replace(times=1, there=span.there + last * span.there_step, here=span.here + last * span.here_step)
     else:
         yield span
 
@@ -277,14 +256,10 @@ class Chunk(NamedTuple):
     shared: tuple[Overlap, ...]
 
 
-def chunks_out(mine: Index, shards: Iterable[tuple[int, Index]]) -> list[Chunk]:
-    """The shards, each with its start in a buffer, to be filled from a tensor that holds `mine`."""
-    return [Chunk(start, shape_of(index), shared) for start, index in shards if (shared := overlaps(mine, index))]
-
-
-def chunks_in(mine: Index, shards: Iterable[tuple[int, Index]]) -> list[Chunk]:
-    """The same, to fill a tensor that holds `mine`."""
-    return [Chunk(start, shape_of(index), shared) for start, index in shards if (shared := overlaps(index, mine))]
+def chunks_of(mine: Index, shards: Iterable[tuple[int, Index]], coming: bool = False) -> list[Chunk]:
+    """The shards, each with its start in a buffer, to be filled from a tensor that holds `mine`, or, coming, to fill it."""
+    shared = [(start, index, overlaps(index, mine) if coming else overlaps(mine, index)) for start, index in shards]
+    return [Chunk(start, shape_of(index), both) for start, index, both in shared if both]
 
 
 def in_a_row(shards: Sequence[Index | None]) -> tuple[tuple[int, ...], list[tuple[int, Index]]]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,15 +22,12 @@ from .shards import (
     Index,
     Overlap,
     Parts,
-    Turns,
-    chunks_in,
-    chunks_out,
+    chunks_of,
     common,
     copy,
     in_a_row,
     index_of,
     join,
-    joins,
     overlaps,
     pack,
     padded,
@@ -38,8 +35,8 @@ from .shards import (
     put_together,
     shape_of,
     split,
-    splits,
     take,
+    turns,
     unpack,
     unpadded,
 )
@@ -79,18 +76,15 @@ def _scattering(step: Step) -> dict[str, LocalWork]:
             first, *rest = after.local_shape(place)
             return (step.ranks * first, *rest)
 
-        return {"before": _unless_straight(split, splits(parts, axes, before, stacked)), "after": ()}
+        straight, turn = turns(parts, axes, before, stacked)
+        return {"before": () if straight else (split, turn), "after": ()}
     width = after.nbytes // after.dtype.itemsize
 
     def laid_out(place: int) -> list[Chunk]:
         wanted = [index_of(after, peer) for peer in before.mesh.peers(place, axes)]
-        return chunks_out(index_of(before, place), [(i * width, index) for i, index in enumerate(wanted)])
+        return chunks_of(index_of(before, place), [(i * width, index) for i, index in enumerate(wanted)])
 
     return {"before": (pack, step.ranks * width, PerRank(laid_out)), "after": (unpadded, PerRank(after.local_shape))}
-
-
-def _unless_straight(function: Callable[..., Tensor], turns: Turns) -> LocalWork:
-    return () if turns.straight else (function, turns.turn)
 
 
 # ── gathers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -101,14 +95,15 @@ def _gathering(step: Step) -> dict[str, LocalWork]:
     before, after, axes = step.before, step.after, step.axes
     parts = _parts(after, before, step)
     if parts is not None:
-        return {"before": (), "after": _unless_straight(join, joins(parts, axes, before, after.local_shape))}
+        straight, turn = turns(parts, axes, before, after.local_shape, back=True)
+        return {"before": (), "after": () if straight else (join, turn)}
     width, along = before.nbytes // before.dtype.itemsize, _only_dim(step)
 
     def gathered(place: int) -> list[Chunk]:
         shards = [(i * width, index_of(before, peer)) for i, peer in enumerate(before.mesh.peers(place, axes))]
         if along is not None:
             shards.sort(key=lambda shard: shard[1][along])
-        return chunks_in(index_of(after, place), shards)
+        return chunks_of(index_of(after, place), shards, coming=True)
 
     return {"before": (padded, width), "after": (put_together, PerRank(after.local_shape), PerRank(gathered), along)}
 
@@ -147,8 +142,9 @@ def _swapping(step: Step) -> dict[str, LocalWork]:
     out, back = _together(given, step), _together(taken, step)
     if out is None or back is None:
         return {}
-    flat = splits(out, step.axes, before, lambda place: (math.prod(before.local_shape(place)),))
-    return {"before": (split, flat.turn), "after": (join, joins(back, step.axes, before, after.local_shape).turn)}
+    flat = turns(out, step.axes, before, lambda place: (math.prod(before.local_shape(place)),))
+    whole = turns(back, step.axes, before, after.local_shape, back=True)
+    return {"before": (split, flat.turn), "after": (join, whole.turn)}
 
 
 @per_step
@@ -157,34 +153,58 @@ def equal_counts(step: Step) -> PerRank:
     return PerRank(lambda place: (math.prod(step.before.local_shape(place)) // step.ranks,) * step.ranks)
 
 
+class Exchange(NamedTuple):
+    """An all-to-all of shards of any sizes, by place: the elements that go to and come from each peer, how to pack what goes,
+    and the tensor that a rank ends with: its shape (None: it has none), the chunks that come, and what it has already."""
+
+    send: PerRank
+    receive: PerRank
+    size: PerRank
+    going: PerRank
+    shape: PerRank
+    coming: PerRank
+    own: PerRank
+
+
+def exchange_of(
+    peers: Callable[[int], Sequence[int]], share: Callable[[int, int], Index | None], held: PerRank, wanted: PerRank
+) -> Exchange:
+    """The exchange in which each place sends each of its peers a share of the indices that it held (None: it held nothing)."""
+    going = PerRank(lambda place: in_a_row([share(place, peer) for peer in peers(place)]))
+    coming = PerRank(lambda place: in_a_row([share(peer, place) for peer in peers(place)]))
+    both = PerRank(lambda place: (held.at(place), wanted.at(place)))
+    return Exchange(
+        send=PerRank(lambda place: going.at(place)[0]),
+        receive=PerRank(lambda place: coming.at(place)[0]),
+        size=PerRank(lambda place: sum(going.at(place)[0])),
+        going=PerRank(lambda place: chunks_of(held.at(place), going.at(place)[1])),
+        shape=PerRank(lambda place: None if (index := wanted.at(place)) is None else shape_of(index)),
+        coming=PerRank(lambda place: chunks_of(wanted.at(place), coming.at(place)[1], coming=True)),
+        own=PerRank(lambda place: () if None in both.at(place) else overlaps(*both.at(place))),
+    )
+
+
 @per_step
-def exchanging(step: Step) -> tuple[LocalWork, PerRank, PerRank, PerRank, PerRank, PerRank]:
-    """How to lay out what goes, the elements that go and come, and how to put together what came and what was there."""
+def exchanging(step: Step) -> Exchange:
+    """What an exchange between the ranks of one mesh sends: to each what it wants of a shard, but to itself."""
     held, wanted = PerRank(partial(index_of, step.before)), PerRank(partial(index_of, step.after))
     brings = _pairing(step, held, wanted) if step.kind == "permute" else lambda giver, taker: True
-    nothing: Index = ((),) * step.before.ndim
 
-    def shared_with(place: int, going: bool) -> list[Index]:
-        pairs = [(place, peer) if going else (peer, place) for peer in step.before.mesh.peers(place, step.axes)]
-        return [common(held.at(a), wanted.at(b)) if a != b and brings(a, b) else nothing for a, b in pairs]
+    def share(giver: int, taker: int) -> Index | None:
+        return common(held.at(giver), wanted.at(taker)) if giver != taker and brings(giver, taker) else None
 
-    going = PerRank(lambda place: in_a_row(shared_with(place, going=True)))
-    coming = PerRank(lambda place: in_a_row(shared_with(place, going=False)))
-    send, receive = PerRank(lambda place: going.at(place)[0]), PerRank(lambda place: coming.at(place)[0])
-    size = PerRank(lambda place: sum(send.at(place)))
-    out = PerRank(lambda place: chunks_out(held.at(place), going.at(place)[1]))
-    back = PerRank(lambda place: chunks_in(wanted.at(place), coming.at(place)[1]))
-    own = PerRank(lambda place: overlaps(held.at(place), wanted.at(place)) if brings(place, place) else ())
-    return (pack, size, out), send, receive, PerRank(step.after.local_shape), back, own
+    return exchange_of(lambda place: step.before.mesh.peers(place, step.axes), share, held, wanted)
 
 
-def filled(x: Tensor, received: Tensor, shape: tuple[int, ...], chunks: Sequence[Chunk], own: tuple[Overlap, ...]) -> Tensor:
-    """A rank's new tensor: what came, and what it had of it already."""
+def filled(x: Tensor, received: Tensor, shape: Any, chunks: Sequence[Chunk], own: tuple[Overlap, ...]) -> Tensor:
+    """A rank's new tensor, if it has a shape: what came, and what it had of it already."""
+    if shape is None:
+        return received
     if own and not chunks:
         return take(x, shape, own)
     if len(chunks) == 1 and chunks[0].shape == shape:
         return received.view(shape)
-    return unpack(received, copy(x, x.new_empty(shape), own), chunks)
+    return unpack(received, copy(x, received.new_empty(shape), own), chunks)
 
 
 def _pairing(step: Step, held: PerRank, wanted: PerRank) -> Callable[[int, int], bool]:
@@ -192,37 +212,24 @@ def _pairing(step: Step, held: PerRank, wanted: PerRank) -> Callable[[int, int],
 
     Who has the shard already keeps it; those who want it get it from those who do not, each from another as far as they go.
     """
-    known: dict[tuple[int, ...], dict[int, int]] = {}
 
-    def brings(giver: int, taker: int) -> bool:
-        group = step.before.mesh.peers(taker, step.axes)
-        if group not in known:
-            known[group] = _pairs(group, held, wanted)
-        return known[group].get(taker) == giver
+    @cache
+    def giver_of(group: tuple[int, ...]) -> dict[int, int]:
+        pairs = {place: place for place in group if held.at(place) == wanted.at(place)}
+        givers: dict[Index, list[int]] = {}
+        for place in sorted(group, key=pairs.__contains__):
+            givers.setdefault(held.at(place), []).append(place)
+        for place in group:
+            if place not in pairs and all(shape_of(wanted.at(place))):
+                turn = givers[wanted.at(place)]
+                pairs[place] = turn[0]
+                turn.append(turn.pop(0))
+        return pairs
 
-    return brings
-
-
-def _pairs(group: tuple[int, ...], held: PerRank, wanted: PerRank) -> dict[int, int]:
-    """For each taker of a group its giver; none for those who want nothing."""
-    pairs = {place: place for place in group if held.at(place) == wanted.at(place)}
-    givers: dict[Index, list[int]] = {}
-    for place in sorted(group, key=pairs.__contains__):
-        givers.setdefault(held.at(place), []).append(place)
-    for place in group:
-        if place not in pairs and all(shape_of(wanted.at(place))):
-            turn = givers[wanted.at(place)]
-            pairs[place] = turn[0]
-            turn.append(turn.pop(0))
-    return pairs
+    return lambda giver, taker: giver_of(step.before.mesh.peers(taker, step.axes)).get(taker) == giver
 
 
 # ── local steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _taking(step: Step) -> dict[str, LocalWork]:
-    """How to keep a part."""
-    return {"alone": (take, PerRank(step.after.local_shape), _own(step))}
 
 
 def _own(step: Step) -> PerRank:
@@ -259,7 +266,7 @@ _LOCAL_WORK: dict[str, Callable[[Step], dict[str, LocalWork]]] = {
     "reduce_scatter": _scattering,
     "all_gather": _gathering,
     "all_to_all": _swapping,
-    "take": _taking,
+    "take": lambda step: {"alone": (take, PerRank(step.after.local_shape), _own(step))},
     "split": _splitting,
     "embed": _embedding,
 }

@@ -27,7 +27,7 @@ from ..layouts.mesh import Mesh
 from ..propagation.decide import Decision, decide
 from ..propagation.notation import Call, LocalCopy
 from ..propagation.operator import OPERATORS, Operator, operator_of
-from ..redistribution.run import move, permit, run
+from ..redistribution.run import move, permit
 from .arguments import WHOLE, Arguments, Quickest, ask_torch, bind, check_outs, keyed
 from .fallback import apart, choose, decompose, functional, is_mixed, writes_plain
 from .toolbox import Toolbox
@@ -386,7 +386,7 @@ def _run(cls: Any, known: Known, args: Any, kwargs: Any, given: Arguments) -> An
         permit(decision.plans, given.layouts, facts.name)
         for (index, have, _), steps in zip(decision.moves, decision.plans, strict=True):
             holder, at = given.places[index]
-            holder[at] = run(holder[at], steps, facts.name, have.shape)
+            holder[at] = move(holder[at], have, steps, facts.name)
     for position, value in known.edits:
         if position < len(given.positional):
             given.positional[position] = value

@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from shardwise.layouts.layout import Factor, Layout, contiguous_stride, sharded, whole
 from shardwise.layouts.mesh import Mesh
 from shardwise.redistribution.shards import (
-    chunks_in,
-    chunks_out,
+    chunks_of,
     common,
     copy,
     index_of,
     join,
-    joins,
     overlaps,
     pack,
     padded,
@@ -27,9 +25,9 @@ from shardwise.redistribution.shards import (
     put_together,
     shape_of,
     split,
-    splits,
     stretches,
     take,
+    turns,
     unpack,
     unpadded,
 )
@@ -87,8 +85,8 @@ def test_parcels_bring_everything_over(mine: Any, others: Any) -> None:
     overlaps = [common(mine, other) for other in others]
     width = max((len(chosen(box).flatten()) for box in overlaps), default=0)
     starts = [(i * width, box) for i, box in enumerate(overlaps)]
-    buffer = pack(chosen(mine), width * len(overlaps), chunks_out(mine, starts))
-    out = unpack(buffer, torch.zeros(shape_of(mine), dtype=torch.long), chunks_in(mine, starts))
+    buffer = pack(chosen(mine), width * len(overlaps), chunks_of(mine, starts))
+    out = unpack(buffer, torch.zeros(shape_of(mine), dtype=torch.long), chunks_of(mine, starts, coming=True))
     want = chosen(mine)
     want[~torch.isin(want, torch.cat([chosen(box).flatten() for box in overlaps] or [torch.zeros(0)]))] = 0
     assert torch.equal(out, want)
@@ -108,7 +106,7 @@ def test_what_is_put_together_is_contiguous(along: int | None) -> None:
     whole_index = (((0, 2),), ((0, 5),))
     halves = [(0, (((0, 2),), ((0, 3),))), (6, (((0, 2),), ((3, 5),)))]
     buffer = torch.cat([x[:, :3].flatten(), x[:, 3:].flatten()])
-    found = put_together(buffer, (2, 5), chunks_in(whole_index, halves), along)
+    found = put_together(buffer, (2, 5), chunks_of(whole_index, halves, coming=True), along)
     assert torch.equal(found, x) and found.is_contiguous()
     assert put_together(buffer[:0], (0, 5), [], along).shape == (0, 5)
 
@@ -159,9 +157,9 @@ def test_turns_go_there_and_back(shape: tuple[int, ...]) -> None:
         every = [part for i, d in enumerate(layout.dims) for part in (parts if i == dim else d)]
         places = MESH.peers(0, names)
         stacked = torch.stack([copy(x, torch.empty(layout.local_shape(p), dtype=x.dtype), _held(layout, p)) for p in places])
-        whole_again = join(stacked.flatten(), joins(every, names, layout, lambda place: shape).turn.at(0))
+        whole_again = join(stacked.flatten(), turns(every, names, layout, lambda place: shape, back=True).turn.at(0))
         assert torch.equal(whole_again, x) and whole_again.stride() == contiguous_stride(shape)
-        turn = splits(every, names, layout, lambda place, stacked=stacked: tuple(stacked.shape)).turn.at(0)
+        turn = turns(every, names, layout, lambda place, stacked=stacked: tuple(stacked.shape)).turn.at(0)
         for y in (x, x.mT.contiguous().mT):
             assert torch.equal(split(y, turn), stacked)
 

@@ -14,7 +14,7 @@ from shardwise import Bundle, Layout, Mesh, Shard
 from shardwise.comm import Simulated
 from shardwise.planning.plan import Plan
 from shardwise.planning.step import Step
-from shardwise.redistribution.run import run
+from shardwise.redistribution.run import move
 from tests.helpers.layout_moves import BITS, KINDS, check, layouts, most, sampled, spread
 
 CASES = [
@@ -37,7 +37,7 @@ cases = pytest.mark.parametrize(("shape", "axes"), CASES, ids=str)
 def stepped(kind: str, axes: Any, before: Layout, after: Layout) -> Bundle:
     """What one step makes of the local value of `before`."""
     step = Step(kind, before.mesh.sorted_axes(axes), before, after)
-    return run(spread(before), Plan(before, after, (step,)), "a test")
+    return move(spread(before), before, Plan(before, after, (step,)), "a test")
 
 
 def every_step(kind: str, steps: Iterator[tuple[Any, Layout, Layout]]) -> int:
