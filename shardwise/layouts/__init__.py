@@ -7,9 +7,7 @@ In the order of imports, which go down only:
     dtypes     how dtypes are written, their extremes, the identities of reductions
     factor     `Factor`: how mesh axes shard a factor of a dim
     dims       how placements shard a dim, and which placements say so
-    symbolic   sizes that are symbols of a trace
-    per_rank   `PerRank`: a value that differs from rank to rank
-    layout     `Layout`: the canonical, interned form; local shapes and offsets
+    layout     `Layout`: the canonical, interned form; local shapes and offsets; `PerRank`: what differs from rank to rank
     from_placements  `make_layout`: a layout from the placements that a user gives
     text       `Form`: a layout without its sizes, as text
 """

@@ -91,13 +91,12 @@ def by_axis(mesh: Mesh, placements: Placements) -> dict[str, Placement]:
                 f"{shown(placements)}; name the axes ({{{mesh.axes[0]!r}: Shard(0)}}) to leave some replicated"
             )
         given = dict(zip(mesh.axes, placements, strict=True))
-    return {axis: _taken(axis, placement) for axis, placement in given.items()}
-
-
-def _taken(axis: str, given: object) -> Placement:
-    found = taken(given)
-    if found is None:
-        raise LayoutError(f"placements: axis {axis!r} takes Shard, Replicate or Partial, got {shown(given)}")
+    found: dict[str, Placement] = {}
+    for axis, placement in given.items():
+        ours = taken(placement)
+        if ours is None:
+            raise LayoutError(f"placements: axis {axis!r} takes Shard, Replicate or Partial, got {shown(placement)}")
+        found[axis] = ours
     return found
 
 

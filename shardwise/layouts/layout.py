@@ -21,7 +21,7 @@ import torch
 from torch import SymInt
 
 from .._torch.compiler import OpaqueBaseMeta, constant_type
-from .._torch.symbols import hint
+from .._torch.symbols import hint, known
 from ..base.argument_checks import a_dtype, a_text, instance, integer, integers, optional, refuse, several, shown
 from ..base.caches import intern
 from ..errors import LayoutError, Unsettled
@@ -41,28 +41,11 @@ from .factor import (
     whole,
     write_parts,
 )
-from .mesh import Mesh
-from .per_rank import Number, PerRank
+from .mesh import Mesh, index_of
 from .placement import KINDS, Partial, Placement, Replicate
-from .symbolic import at_hand, guard, has_symbols, refuse_uneven, simplified
 
-__all__ = [
-    "Dim",
-    "Factor",
-    "Layout",
-    "Number",
-    "PerRank",
-    "Run",
-    "SymbolicLayout",
-    "canonical",
-    "contiguous_stride",
-    "default_sizes",
-    "dense_stride",
-    "restore_layout",
-    "shard_runs",
-    "sharded",
-    "whole",
-]
+__all__ = ["Layout", "Number", "PerRank", "SymbolicLayout", "contiguous_stride", "dense_stride", "restore_layout"]
+__all__ += ["Dim", "Factor", "Run", "canonical", "default_sizes", "shard_runs", "sharded", "whole"]  # of `factor`
 
 _REPLICATE = Replicate()
 #: What a layout is made of.
@@ -84,20 +67,7 @@ _NOT_OF: dict[str, Callable[[torch.dtype], bool]] = {
 class Layout(metaclass=OpaqueBaseMeta):
     """Mesh, shape, stride, dtype, and for each dim which axes shard it and how. Made by `make_layout` or `Layout.of`."""
 
-    __slots__ = (
-        "__weakref__",
-        "device",
-        "dims",
-        "dtype",
-        "even",
-        "mesh",
-        "nbytes",
-        "ndim",
-        "partials",
-        "shape",
-        "states",
-        "stride",
-    )
+    __slots__ = (*_PARTS, "__weakref__", "device", "even", "nbytes", "ndim", "shape", "states")
     mesh: Mesh
     dims: tuple[Dim, ...]
     partials: tuple[tuple[str, str], ...]
@@ -218,10 +188,7 @@ class Layout(metaclass=OpaqueBaseMeta):
 
     def shard_at(self, factor: Factor, point: tuple[int, ...]) -> int:
         """Which shard of a factor the rank at a coordinate of the mesh holds."""
-        index, mesh = 0, self.mesh
-        for axis in factor.axes:
-            index = index * mesh.axis_sizes[axis] + point[mesh.axes.index(axis)]
-        return index
+        return index_of(self.mesh, point, factor.axes)
 
     def held(self, dim: int) -> int:
         """The size of a dim in the largest local shard."""
@@ -305,20 +272,28 @@ def _with_symbols(content: tuple[Any, ...]) -> Layout:
     """The layout of these parts; symbols that torch knows to be numbers become numbers."""
     mesh, dims, partials, dtype, stride = content
     a_dtype(dtype, "layout: dtype")
-    dims, stride = simplified(dims, stride)
-    if not has_symbols(dims, stride):
+    dims, stride = _mapped(known, dims, stride)
+    sizes = [n for dim in dims for f in dim for n in (f.size, *f.sizes)]
+    if not any(isinstance(n, SymInt) for n in (*sizes, *stride)):
         return Layout.of(mesh, dims, partials, dtype, stride)
-    refuse_uneven(dims)
+    if any(isinstance(f.size, SymInt) and any(n != f.sizes[0] for n in f.sizes) for dim in dims for f in dim):
+        raise Unsettled("uneven shards of a symbolic size depend on the rank: the size has to be specialised")
     shape = torch.Size([math.prod(f.size for f in dim) for dim in dims])
     return _build((mesh, dims, partials, dtype, stride), shape, SymbolicLayout)
 
 
-class SymbolicLayout(Layout):
-    """A layout in a program that is traced for all sizes: some sizes are symbols (`torch.SymInt`), see `symbolic.py`.
+def _mapped(number: Callable[[int], int], dims: tuple[Dim, ...], stride: tuple[int, ...]) -> tuple[Any, ...]:
+    """Dims and stride with something else in place of each size."""
+    every = tuple(tuple(Factor(number(f.size), f.axes, tuple(map(number, f.sizes))) for f in dim) for dim in dims)
+    return every, tuple(map(number, stride))
 
-    Rules work with it as with any other; torch notes whatever they find out about a symbol, and a program is used only for
-    sizes of which the same holds. It is not interned and has no hash, so that no cache keeps what belongs to one trace. What is
-    chosen by its price is chosen for the sizes at hand (`concrete`).
+
+class SymbolicLayout(Layout):
+    """A layout in a program that is traced for all sizes: some sizes are symbols (`torch.SymInt`).
+
+    Rules work with it as with any other. Comparing a symbol with a number makes torch add a guard: the program is then used
+    only for sizes of which the comparison holds. It is not interned and has no hash, so that no cache keeps what belongs to one
+    trace. What is chosen by its price is chosen for the sizes at hand (`concrete`).
     """
 
     __slots__ = ("_concrete",)
@@ -330,7 +305,7 @@ class SymbolicLayout(Layout):
     def concrete(self) -> Layout:
         """This layout at the sizes at hand."""
         if not hasattr(self, "_concrete"):
-            dims, stride = at_hand(self.dims, self.stride)
+            dims, stride = _mapped(hint, self.dims, self.stride)
             self._concrete = self.replace(dims=dims, stride=stride)
         return self._concrete
 
@@ -340,7 +315,8 @@ class SymbolicLayout(Layout):
 
     def specialised(self) -> Layout:
         """This layout with its symbols replaced by their current values; the traced program is then for these sizes only."""
-        guard(self.dims, self.stride)
+        for size in (*(f.size for dim in self.dims for f in dim), *self.stride):
+            int(size)  # torch guards on the value that it gives
         return self.concrete
 
 
@@ -358,7 +334,9 @@ def _build(content: tuple[Any, ...], shape: torch.Size, cls: type[Layout] | None
     self.mesh, self.dims, self.partials, self.dtype, self.stride = content
     a_dtype(self.dtype, "layout: dtype")
     instance(self.mesh, Mesh, "Layout.of: mesh", "a Mesh")
-    self.shape, self.ndim, self.device = shape, len(shape), _device(self.mesh.device)
+    self.shape, self.ndim, self.device = shape, len(shape), torch.device(self.mesh.device)
+    if self.device.type == "cuda" and self.device.index is None:  # autograd refuses a CUDA device without its index
+        self.device = torch.device("cuda", torch.cuda.current_device())
     self.states = {axis: i for i, dim in enumerate(self.dims) for f in dim for axis in f.axes}
     self.even = all(min(f.sizes) == max(f.sizes) for dim in self.dims for f in dim)
     self.nbytes = math.prod([hint(max(f.sizes)) for dim in self.dims for f in dim]) * self.dtype.itemsize
@@ -377,12 +355,6 @@ def _build(content: tuple[Any, ...], shape: torch.Size, cls: type[Layout] | None
             "only sum and avg mix. Redistribute one of the axes to Replicate() first"
         )
     return self
-
-
-def _device(kind: str) -> torch.device:
-    """This process's device of a kind; autograd refuses a CUDA device without its index."""
-    device = torch.device(kind)
-    return torch.device(kind, torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -420,3 +392,29 @@ def _without(factor: Factor, gone: frozenset[str], mesh: Mesh) -> Factor:
         sizes = [sum(factor.sizes[i : i + step]) for i in range(0, len(factor.sizes), step)]
         return Factor(factor.size, tuple(keep), tuple(sizes))
     return sharded(factor.size, keep, mesh) if keep else whole(factor.size)
+
+
+class PerRank:
+    """A value that depends on the place in the root mesh, computed where it is needed.
+
+    >>> PerRank(lambda place: place * 10).at(3)
+    30
+    """
+
+    __slots__ = ("_function", "_known")
+
+    def __init__(self, function: Callable[[int], Any]) -> None:
+        self._function = function
+        self._known: dict[int, Any] = {}
+
+    def at(self, place: int) -> Any:
+        """The value at a place of the root mesh."""
+        if place not in self._known:
+            self._known[place] = self._function(place)
+        return self._known[place]
+
+
+class Number(PerRank):
+    """An int per place that reaches a kernel as a 0-d tensor, so that no rank's int enters a traced graph."""
+
+    __slots__ = ()

@@ -71,8 +71,10 @@ def chosen(mesh: Mesh | Any = None) -> Mesh:
 
 def index_of(mesh: Mesh, point: Sequence[int], axes: tuple[str, ...]) -> int:
     """Where the rank at a coordinate of a mesh stands in its group over `axes`, which are those of the mesh."""
-    at = dict(zip(mesh.axes, point, strict=True))
-    return _ravel([at[axis] for axis in axes], tuple(mesh.axis_sizes[axis] for axis in axes))
+    index = 0
+    for axis in axes:
+        index = index * mesh.axis_sizes[axis] + point[mesh.axes.index(axis)]
+    return index
 
 
 def quote(name: str) -> str:
@@ -83,12 +85,16 @@ def quote(name: str) -> str:
 class Mesh(metaclass=OpaqueBaseMeta):
     """Named axes over ranks; a sub-mesh (`mesh["tp"]`) keeps its root and names some of its axes.
 
-    slow      the axes whose links are slow, as between machines
-    explicit  whether a group over several axes may be used only after `flatten` made it known, since communicators cost memory
+    axis_sizes  the size of each axis by name, in order; `ndim` is the number of axes
+    slow        the axes whose links are slow, as between machines
+    explicit    whether a group over several axes may be used only after `flatten` made it known: communicators cost memory
     """
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
+    axis_sizes: dict[str, int]
+    ndim: int
+    _size: int
     ranks: tuple[int, ...]
     device: str
     world: str
@@ -131,8 +137,8 @@ class Mesh(metaclass=OpaqueBaseMeta):
         self.axes, self.shape, self.ranks, self.device, self.world, of, self.slow, self.explicit = content
         self.root = self if of is None else of  # a cycle, so that meshes end when these are collected
         self._flattened, self._groups_of = set(), {}
-        for name in ("axis_sizes", "ndim", "_size"):  # worked out now: a traced program reads only what is there already
-            getattr(self, name)
+        self.axis_sizes, self.ndim = dict(zip(self.axes, self.shape, strict=True)), len(self.axes)
+        self._size = math.prod(self.shape)
         return self
 
     @staticmethod
@@ -160,15 +166,6 @@ class Mesh(metaclass=OpaqueBaseMeta):
         """
         return _read(a_text(text, "Mesh.read: text", "what mesh.text gives"))
 
-    @cached_property
-    def axis_sizes(self) -> dict[str, int]:
-        """Size of each axis by name, in order."""
-        return dict(zip(self.axes, self.shape, strict=True))
-
-    @cached_property
-    def _size(self) -> int:
-        return math.prod(self.shape)
-
     def size(self, mesh_dim: int | str | None = None) -> int:
         """The number of ranks one tensor on this mesh is spread over, or the size of one axis, by name or by position.
 
@@ -177,11 +174,6 @@ class Mesh(metaclass=OpaqueBaseMeta):
         (8, 4, 2)
         """
         return self._size if mesh_dim is None else self.axis_sizes[self._axis(mesh_dim)]
-
-    @cached_property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self.axes)
 
     # ── what a DeviceMesh answers ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -252,8 +244,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """The coordinate of this process along one axis, by name or position; a mesh of one axis need not say which."""
-        axis = self._axis(mesh_dim)
-        return self.coordinates[self.here()][self.axes.index(axis)]
+        return self.coordinates[self.here()][self.axes.index(self._axis(mesh_dim))]
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """The process group over one axis that this process is in, for as long as the mesh is held; collective over that
@@ -369,7 +360,10 @@ class Mesh(metaclass=OpaqueBaseMeta):
         flat = "_".join(names)
         if flat in root.axes:
             raise MeshError(f"mesh {root} has an axis {flat!r}, which is what {', '.join(names)} are called as one; rename it")
-        root._learn(names)
+        group = root._crossed(names)
+        if root.explicit and len(group) > 1 and group not in root._flattened:
+            root._flattened.add(group)
+            cache_clear(*CHOICES)
         first = min(map(root.axes.index, names))  # so that neighbours, flattened in order, leave the ranks in order
         before, after = root.axes[:first], [axis for axis in root.axes[first:] if axis not in names]
         sizes = [{**root.axis_sizes, flat: size}[axis] for axis in (*before, flat, *after)]
@@ -397,13 +391,6 @@ class Mesh(metaclass=OpaqueBaseMeta):
     def grouping(self) -> str:
         """What `groups=` of a mesh like this one says."""
         return _GROUPS[self.explicit]
-
-    def _learn(self, axes: tuple[str, ...]) -> None:
-        """From now on the group over these axes of a root may be used."""
-        group = self._crossed(axes)
-        if self.explicit and len(group) > 1 and group not in self._flattened:
-            self._flattened.add(group)
-            cache_clear(*CHOICES)
 
     def usable(self, axes: Iterable[str]) -> bool:
         """Whether a collective may run over these axes together: always, unless the mesh was made with `groups="explicit"`.
@@ -492,8 +479,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
 
     def __reduce__(self) -> tuple[Any, ...]:
         of = None if self.root is self else self.root
-        facts = (self.axes, self.shape, self.ranks, self.device, self.world, of, self.slow, _GROUPS[self.explicit])
-        return Mesh, facts
+        return Mesh, (self.axes, self.shape, self.ranks, self.device, self.world, of, self.slow, self.grouping)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self
@@ -511,15 +497,8 @@ def _peers(root: Mesh, place: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         there = list(here)
         for i, value in zip(moving, point, strict=True):
             there[i] = value
-        found.append(_ravel(there, root.shape))
+        found.append(index_of(root, there, root.axes))
     return tuple(found)
-
-
-def _ravel(point: list[int], sizes: tuple[int, ...]) -> int:
-    place = 0
-    for value, size in zip(point, sizes, strict=True):
-        place = place * size + value
-    return place
 
 
 @memo("meshes read", limit=1024)

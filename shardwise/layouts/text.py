@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -30,10 +31,10 @@ from .mesh import Mesh
 from .placement import read_placement
 
 
+@dataclass(frozen=True, eq=False, repr=False, slots=True, weakref_slot=True)
 class Form:
     """Mesh, parts of every dim, and what is partial: a layout without sizes, strides and dtype. Interned."""
 
-    __slots__ = ("__weakref__", "dims", "mesh", "partials", "text")
     mesh: Mesh
     dims: tuple[tuple[Part, ...], ...]
     partials: tuple[tuple[str, str], ...]
@@ -44,7 +45,7 @@ class Form:
     def of(mesh: Mesh, dims: tuple[tuple[Part, ...], ...], partials: tuple[tuple[str, str], ...]) -> Form:
         """The one form of these parts."""
         content = (mesh, dims, partials)
-        return _forms.get(content) or intern(_forms, content, lambda: _build(*content))
+        return _forms.get(content) or intern(_forms, content, lambda: Form(*content, write_parts(*content)))
 
     @staticmethod
     @memo("forms read", limit=16384)
@@ -71,13 +72,6 @@ class Form:
 
 
 _forms: WeakValueDictionary[tuple[Any, ...], Form] = WeakValueDictionary()
-
-
-def _build(mesh: Mesh, dims: tuple[tuple[Part, ...], ...], partials: tuple[tuple[str, str], ...]) -> Form:
-    self = object.__new__(Form)
-    self.mesh, self.dims, self.partials = mesh, dims, partials
-    self.text = write_parts(mesh, dims, partials)
-    return self
 
 
 def restore_form(text: str) -> Form:
