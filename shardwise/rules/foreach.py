@@ -7,7 +7,7 @@ Scalars, which an optimizer changes at every step, are no part of a key.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,14 @@ _POINTWISE = (
 )
 
 
-def _columns(call: Call) -> Iterator[tuple[Layout, ...]]:
-    """The layouts at each index of the lists; a single tensor beside the lists stands in every column."""
-    lists = [call.arguments[name] for name in call.tensor_names]
-    count = max(len(value) for value in lists if isinstance(value, tuple))
-    for i in range(count):
-        column = [value[i] if isinstance(value, tuple) and value else value for value in lists]
-        yield tuple(item for item in column if isinstance(item, Layout))
+def _columns(call: Call) -> list[list[int]]:
+    """Which of the call's tensors stand at each index of its lists; a single tensor beside the lists stands at every index."""
+    lists: list[range] = []
+    for value in (call.arguments[name] for name in call.tensor_names):
+        count = len(value) if isinstance(value, tuple) else int(isinstance(value, Layout))
+        first = lists[-1].stop if lists else 0
+        lists += [range(first, first + count)] if count else []
+    return [[each[i] if len(each) > 1 else each[0] for each in lists] for i in range(max(map(len, lists)))]
 
 
 def _aligned(lead: Layout, column: Sequence[Layout]) -> list[Layout] | None:
@@ -46,33 +47,19 @@ def _aligned(lead: Layout, column: Sequence[Layout]) -> list[Layout] | None:
 
 
 def _foreach(call: Call) -> Proposal:
-    columns = list(_columns(call))
-    if any(t.partials for column in columns for t in column):
-        return Proposal((), (), program=_one_by_one)
-    in_place = call.name.endswith("_")
-    wanted, results = [], []
-    for i, column in enumerate(columns):
-        lead = column[0] if in_place else max(column, key=lambda t: len(t.shape))
-        aligned = _aligned(lead, column)
+    in_place, results = call.name.endswith("_"), []
+    wants: dict[int, Layout] = {}
+    for i, indices in enumerate(_columns(call)):
+        column = [call.tensors[index] for index in indices]
+        lead = column[0] if in_place else max(column, key=lambda t: t.ndim)
+        aligned = None if any(t.partials for t in column) else _aligned(lead, column)
         if aligned is None:
             return Proposal((), (), program=_one_by_one)
-        wanted.append(aligned)
+        for index, want in zip(indices, aligned, strict=True):
+            wants.setdefault(index, want)
         if not in_place:
             results.append(call.result(i, lead.dims))
-    return Proposal(_flattened(call, wanted), tuple(results))
-
-
-def _flattened(call: Call, columns: list[list[Layout]]) -> tuple[Layout, ...]:
-    """Wanted layouts by column, as the flat tuple that follows the call's arguments."""
-    wants, row = [], 0
-    for name in call.tensor_names:
-        value = call.arguments[name]
-        if isinstance(value, tuple) and value:
-            wants += [column[row] for column in columns]
-        elif isinstance(value, Layout):
-            wants.append(columns[0][row])
-        row += bool(value) if isinstance(value, tuple) else isinstance(value, Layout)
-    return tuple(wants)
+    return Proposal(tuple(wants[index] for index in sorted(wants)), tuple(results))
 
 
 #: The single forms that also take a number.
@@ -132,18 +119,16 @@ rule("_foreach_norm", program=_norms, zipped=True)
 
 def _fused(call: Call) -> Proposal:
     """Every list is written as the parameters are sharded; the step counts are single numbers."""
-    wanted = []
-    for column in _columns(call):
+    for indices in _columns(call):
+        column = [call.tensors[index] for index in indices]
         if column[0].partials:
-            raise OperatorError(f"{call.name}: parameter {column[0]} is partial a reduction; make it Replicate() first")
+            raise OperatorError(f"{call.name}: parameter {column[0]} is Partial; make it Replicate() first")
         aligned = _aligned(column[0], column)
         if aligned is None:
-            raise OperatorError(f"{call.name}: the state of parameter {column[0]} has another shape: {column[1:]}")
-        wanted.append(aligned)
-    wants = _flattened(call, wanted)
-    if any(have is not want for have, want in zip(call.tensors, wants, strict=True)):
-        return Proposal((), (), program=_fused_after_moves)
-    return Proposal(wants, ())
+            raise OperatorError(f"{call.name}: the state of parameter {column[0]} has another shape: {tuple(column[1:])}")
+        if aligned != column:
+            return Proposal((), (), program=_fused_after_moves)
+    return Proposal(call.tensors, ())
 
 
 def _fused_after_moves(tools: Toolbox, op: Any, params: Sequence[Any], *args: Any, **kwargs: Any) -> None:

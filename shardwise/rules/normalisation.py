@@ -4,6 +4,7 @@ program of smaller operators takes its place, which reduces statistics only and 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from ..errors import OperatorError
 from ..layouts.dtypes import WIDER
 from ..layouts.layout import Dim, Factor, Layout, whole
-from ..propagation.notation import Call, Kernel, Proposal, Result
+from ..propagation.notation import Call, Kernel, Proposal
 from ..propagation.table import rule
 from ..tensor.toolbox import Toolbox
 from .reduction import cast, moments, reduced, widened
@@ -83,14 +84,6 @@ def _made_whole(layout: Layout, dims: range) -> Layout:
     return layout.reduced().without(axis for d in dims for axis in layout.axes_of(d))
 
 
-def _last_dims(call: Call, layout: Layout) -> range:
-    return range(layout.ndim - len(call["normalized_shape"]), layout.ndim)
-
-
-def _result(layout: Layout, dims: Any, result: Result, axes: Any = ()) -> Layout:
-    return Layout.of(layout.mesh, dims, [(axis, "sum") for axis in axes], result.dtype, result.stride)
-
-
 def _stats_dims(layout: Layout, batch: int) -> list[Dim]:
     return [*layout.dims[:batch], *[(whole(1),)] * (layout.ndim - batch)]
 
@@ -104,25 +97,24 @@ def _stats_dtype(x: Any, weight: Any, device: str) -> torch.dtype:
 def _norm(program: Kernel, call: Call) -> Proposal:
     """Any shard of the other dims serves; weight and bias are whole."""
     layout = call["input"]
-    last = _last_dims(call, layout)
+    last = range(layout.ndim - len(call["normalized_shape"]), layout.ndim)
     if _is_sharded(layout, last):
         return Proposal(call.tensors, (), program=program)
     layout = _made_whole(layout, last)
     dtype = _stats_dtype(layout, call["weight"], layout.device.type)
-    out, *stats = call.results
-    results = [_result(layout, layout.dims, out)]
-    for one in stats:
-        results.append(_result(layout, _stats_dims(layout, last.start), one).replace(dtype=dtype))
-    return Proposal((layout, *(t.replicated() for t in call.tensors[1:])), tuple(results))
+    stats = _stats_dims(layout, last.start)
+    results = [call.result(i, stats).replace(dtype=dtype) for i in range(1, len(call.results))]
+    return Proposal((layout, *(t.replicated() for t in call.tensors[1:])), (call.result(0, layout.dims), *results))
 
 
-def _norm_backward(program: Kernel, call: Call) -> Proposal:
+def _norm_backward(call: Call) -> Proposal:
     """Weight and bias get a partial sum over the batch. A partial `grad_out` is reduced here, although the operator is linear
     in it: one partial argument would become three partial results, and three collectives."""
     grad, layout = call["grad_out"], call["input"]
-    last = _last_dims(call, layout)
-    if _is_sharded(layout, last) or _is_sharded(grad, last):
-        return Proposal(call.tensors, (), program=program)
+    last = range(layout.ndim - len(call["normalized_shape"]), layout.ndim)
+    lacks_kernel = layout.device.type == "cpu" and "rms" in call.name
+    if lacks_kernel or _is_sharded(layout, last) or _is_sharded(grad, last):
+        return Proposal(call.tensors, (), program=_norm_gradients)
     layout = min(_made_whole(layout, last), _made_whole(grad, last), key=lambda one: one.nbytes)
     placed: list[Any] = [layout.dims] * 2 + [_stats_dims(layout, last.start)] * sum(n in call.arguments for n in STATS)
     wants = list(call.tensors)
@@ -130,11 +122,14 @@ def _norm_backward(program: Kernel, call: Call) -> Proposal:
         if index is not None:
             dims = placed[slot] if slot < len(placed) else [(whole(n),) for n in wants[index].shape]
             wants[index] = wants[index].replace(dims=dims, partials=())
-    given = call["output_mask"][0]
-    results = [_result(layout, layout.dims, one) for one in call.results[:given]]
-    for one in call.results[given:]:
-        results.append(_result(layout, [(whole(n),) for n in one.shape], one, layout.states))
-    return Proposal(tuple(wants), tuple(results))
+    return Proposal(tuple(wants), _gradient_layouts(call, layout, lambda shape: [(whole(n),) for n in shape], layout.states))
+
+
+def _gradient_layouts(call: Call, layout: Layout, scales: Kernel, axes: Iterable[str]) -> tuple[Layout, ...]:
+    """Those of the gradients that are asked for: of the input as `layout`, of weight and bias partial over some axes."""
+    given, summed = call["output_mask"][0], [(axis, "sum") for axis in axes]
+    several = [call.result(i, scales(one.shape), summed) for i, one in enumerate(call.results) if i >= given]
+    return (call.result(0, layout.dims), *several) if given else tuple(several)
 
 
 def _scaled(x: Any, weight: Any, bias: Any = None) -> Any:
@@ -159,32 +154,23 @@ def _rms_norm(tools: Toolbox, op: Any, x: Any, shape: list[int], weight: Any, ep
     return cast(_scaled(wide * rstd, weight), x.dtype), rstd
 
 
-def _layer_norm_backward(tools: Toolbox, op: Any, grad: Any, x: Any, shape: list[int], *rest: Any) -> tuple[Any, ...]:
-    mean, rstd, weight, bias, mask = rest
-    unit = (widened(x) - mean) * rstd
-    return _gradients(tools, grad, unit, rstd, (shape, weight, bias, mask, x.dtype))
-
-
-def _rms_norm_backward(tools: Toolbox, op: Any, grad: Any, x: Any, shape: list[int], *rest: Any) -> tuple[Any, ...]:
-    rstd, weight, mask = rest
-    return _gradients(tools, grad, widened(x) * rstd, rstd, (shape, weight, None, mask, x.dtype))
-
-
-def _gradients(tools: Toolbox, grad: Any, unit: Any, rstd: Any, call: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The gradients of input, weight and (for three results) bias, from what left the norm before its weight."""
-    shape, weight, bias, mask, dtype = call
+def _norm_gradients(tools: Toolbox, op: Any, grad: Any, x: Any, shape: list[int], *rest: Any) -> tuple[Any, ...]:
+    """The gradients of input, weight and (of a layer norm) bias."""
+    is_layer_norm = len(rest) == 5
+    mean, rstd, weight, bias, mask = rest if is_layer_norm else (None, *rest[:2], None, rest[2])
+    unit = (widened(x) if mean is None else widened(x) - mean) * rstd
     grad = reduced(tools, widened(grad))
     batch = grad.ndim - len(shape)
     over, dims, results = list(range(batch)), list(range(batch, grad.ndim)), [None] * len(mask)
     if mask[0]:
         scaled = _scaled(grad, weight)
-        rest = unit * aten.mean.dim(scaled * unit, dims, True)
-        if len(mask) > 2:  # the mean was taken off, so it gets nothing back
-            rest = rest + reduced(tools, aten.mean.dim(scaled, dims, True))
-        results[0] = cast((scaled - rest) * rstd, dtype)
+        around = unit * aten.mean.dim(scaled * unit, dims, True)
+        if is_layer_norm:  # the mean was taken off, so it gets nothing back
+            around = around + reduced(tools, aten.mean.dim(scaled, dims, True))
+        results[0] = cast((scaled - around) * rstd, x.dtype)
     if mask[1]:
         results[1] = cast(_sum(grad * unit, over), weight.dtype)
-    if len(mask) > 2 and mask[2]:
+    if is_layer_norm and mask[2]:
         results[2] = cast(_sum(grad, over), bias.dtype)
     return tuple(results)
 
@@ -193,17 +179,10 @@ def _sum(x: Any, dims: list[int]) -> Any:
     return aten.sum.dim_IntList(x, dims) if dims else x
 
 
-def _rms_norm_backward_or_program(call: Call) -> Proposal:
-    if call["input"].device.type == "cpu":  # which has no kernel for it
-        return Proposal(call.tensors, (), program=_rms_norm_backward)
-    return _norm_backward(_rms_norm_backward, call)
-
-
 _SCALES = "sum max min product: scales and offsets are not partial"
 rule("native_layer_norm", function=partial(_norm, _layer_norm), unoffered=_SCALES)
-rule("native_layer_norm_backward", function=partial(_norm_backward, _layer_norm_backward))
 rule("_fused_rms_norm", function=partial(_norm, _rms_norm))
-rule("_fused_rms_norm_backward", function=_rms_norm_backward_or_program)
+rule("native_layer_norm_backward _fused_rms_norm_backward", function=_norm_backward)
 
 
 # ── group norm: over the channels of a group and what comes after them ────────────────────────────────────────────────
@@ -223,20 +202,16 @@ def _group_norm(call: Call) -> Proposal:
     layout, stats = _grouped(call, call["input"])
     scales = tuple(t.replace(dims=[layout.dims[1]], partials=()) for t in call.tensors[1:])
     dtype = layout.dtype if layout.device.type == "cuda" else _stats_dtype(layout, call["weight"], "cpu")
-    out, *rest = call.results
-    results = [_result(layout, layout.dims, out), *(_result(layout, stats, one).replace(dtype=dtype) for one in rest)]
-    return Proposal((layout, *scales), tuple(results), kernel=_on_own_groups(call, 3))
+    results = [call.result(i, stats).replace(dtype=dtype) for i in range(1, len(call.results))]
+    return Proposal((layout, *scales), (call.result(0, layout.dims), *results), kernel=_on_own_groups(call, 3))
 
 
 def _group_norm_backward(call: Call) -> Proposal:
     layout, stats = _grouped(call, min(call["input"], call["grad_out"], key=lambda one: one.nbytes))
     placed = [layout.dims, layout.dims, stats, stats, [layout.dims[1]]]
-    wants = [t.replace(dims=placed[i], partials=()) for i, t in enumerate(call.tensors)]
-    given = call["output_mask"][0]
-    results = [_result(layout, layout.dims, one) for one in call.results[:given]]
-    for one in call.results[given:]:
-        results.append(_result(layout, [layout.dims[1]], one, layout.axes_of(0)))
-    return Proposal(tuple(wants), tuple(results), kernel=_on_own_groups(call, 5))
+    wants = tuple(t.replace(dims=placed[i], partials=()) for i, t in enumerate(call.tensors))
+    results = _gradient_layouts(call, layout, lambda _: [layout.dims[1]], layout.axes_of(0))
+    return Proposal(wants, results, kernel=_on_own_groups(call, 5))
 
 
 def _on_own_groups(call: Call, at: int) -> Kernel:

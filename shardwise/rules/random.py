@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch.compiler import tracing_context
+from ..base.schema import schema_of
 from ..errors import MeshError, OperatorError
 from ..layouts.layout import Layout, whole
 from ..propagation.table import rule
@@ -48,17 +49,11 @@ def _fill_new(tools: Toolbox, op: Any, x: Any, *args: Any, generator: Any = None
 
 def _by(op: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
     """The distribution that an operator draws from, with its numbers in the order of its schema."""
-    kind, defaults = _schema(op)
-    numbers = [*args, *(kwargs.get(name, default) for name, default in defaults[len(args) :])]
-    return _integers(dtype, *numbers) if kind == "random" else Draw(kind, tuple(numbers))
-
-
-@cache
-def _schema(op: Any) -> tuple[str, list[tuple[str, Any]]]:
-    """The distribution of an operator, and its numbers with what they are if not given."""
-    numbers = [a for a in op._schema.arguments[1:] if a.name != "generator"]
-    kind = op._schema.name.partition("::")[2].removesuffix("_").removesuffix("_functional")
-    return kind, [(a.name, a.default_value if a.has_default_value() else None) for a in numbers]
+    facts = schema_of(op)
+    kind = facts.name.partition(".")[2].removesuffix("_").removesuffix("_functional")
+    given = {**facts.defaults, **facts.named((None, *args), kwargs)}
+    numbers: tuple[Any, ...] = tuple(given.get(name) for name in facts.names[1:] if name != "generator")
+    return _integers(dtype, *numbers) if kind == "random" else Draw(kind, numbers)
 
 
 def _integers(dtype: torch.dtype, *bounds: Any) -> Draw:
@@ -68,11 +63,8 @@ def _integers(dtype: torch.dtype, *bounds: Any) -> Draw:
     return Draw("integer", (int(first), largest if end is None else int(end) - 1))
 
 
-for _name in ("uniform", "exponential", "cauchy", "log_normal", "geometric", "random", "normal_functional"):
-    _random(_name, program=_fill_new)
-for _name in ("uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "normal_", "bernoulli_.float"):
-    _random(_name, program=_fill_in_place)
-_random("bernoulli.p", program=_fill_new)
+_random("uniform exponential cauchy log_normal geometric random normal_functional bernoulli.p", program=_fill_new)
+_random("uniform_ exponential_ cauchy_ log_normal_ geometric_ random_ normal_ bernoulli_.float", program=_fill_in_place)
 
 
 def _like(how: Draw, tools: Toolbox, op: Any, x: Any, **kwargs: Any) -> Any:
@@ -81,13 +73,9 @@ def _like(how: Draw, tools: Toolbox, op: Any, x: Any, **kwargs: Any) -> Any:
     return _beside(x, draw(tools, layout, how, kwargs.get("generator")))
 
 
-def _randint_like(tools: Toolbox, op: Any, x: Any, *bounds: Any, **kwargs: Any) -> Any:
-    return _like(_integers(torch.int64, *bounds), tools, op, x, **kwargs)
-
-
 _random("rand_like", program=partial(_like, UNIFORM))
 _random("randn_like", program=partial(_like, NORMAL))
-_random("randint_like", program=_randint_like)
+_random("randint_like", program=lambda tools, op, x, *ends, **how: _like(_integers(torch.int64, *ends), tools, op, x, **how))
 
 # ── with parameters that are tensors ──────────────────────────────────────────────────────────────────────────────────
 
@@ -127,10 +115,6 @@ def _below_in_place(tools: Toolbox, op: Any, x: Any, p: Any, *, generator: Any =
     return x.copy_(_uniform_beside(tools, p, tools.layout(x), generator).lt(p))
 
 
-def _below_new(tools: Toolbox, op: Any, x: Any, p: Any, *, generator: Any = None) -> Any:
-    return _below_in_place(tools, op, aten.empty_like(x), p, generator=generator)
-
-
 def _normal(tools: Toolbox, op: Any, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     """mean + std · normal, either of them a tensor."""
     deviations = "normal takes standard deviations that are real and not negative"
@@ -149,7 +133,7 @@ def _normal(tools: Toolbox, op: Any, mean: Any, std: Any = 1.0, *, generator: An
 
 
 _random("bernoulli", program=_below)
-_random("bernoulli.Tensor", program=_below_new)
+_random("bernoulli.Tensor", program=lambda tools, op, x, p, **words: _below_in_place(tools, op, aten.empty_like(x), p, **words))
 _random("bernoulli_.Tensor", program=_below_in_place)
 _random("normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor", program=_normal)
 
@@ -178,18 +162,15 @@ def _rrelu(
     tools: Toolbox, op: Any, x: Any, noise: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any, **kwargs: Any
 ) -> Any:
     """Negative elements times a random slope, which is written to `noise`; outside of training their mean slope."""
-    given: list[Any] = [*rest, *[False, None][len(rest) :]]
-    training, generator = given[:2]
-    in_place = op._schema.name.endswith("_")
-    if not kwargs.get("training", training):
+    given, in_place = schema_of(op).named((x, noise, lower, upper, *rest), kwargs), tools.operator.endswith("_")
+    if not given.get("training"):
         return (aten.leaky_relu_ if in_place else aten.leaky_relu)(x, (lower + upper) / 2)
-    drawn = draw(tools, tools.layout(x), Draw("uniform", (lower, upper)), generator)
+    drawn = draw(tools, tools.layout(x), Draw("uniform", (lower, upper)), given.get("generator"))
     noise.copy_(aten.where(x <= 0, drawn, 1.0))
     return x.mul_(noise) if in_place else x * noise
 
 
-_random("rrelu_with_noise", program=_rrelu)
-_random("rrelu_with_noise_", program=_rrelu)
+_random("rrelu_with_noise rrelu_with_noise_", program=_rrelu)
 
 # ── one of several ────────────────────────────────────────────────────────────────────────────────────────────────────
 

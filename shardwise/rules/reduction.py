@@ -155,14 +155,15 @@ def _where_best(value: Tensor, index: Tensor, best: Tensor) -> Tensor:
     return torch.where(same, index, NOWHERE)
 
 
-def _index(kind: str, *args: Any, **kwargs: Any) -> Any:
-    return _extreme(kind, *args, **kwargs)[1]
+def _only(result: int, program: Kernel) -> Kernel:
+    """A program that gives one of two results."""
+    return lambda *args, **kwargs: program(*args, **kwargs)[result]
 
 
 rule("max.dim", "...[dim] -> ...", whole="[]", program=partial(_extreme, "max"))
 rule("min.dim", "...[dim] -> ...", whole="[]", program=partial(_extreme, "min"))
-rule("argmax", "...[dim] -> ...", whole="[]", program=partial(_index, "max"))
-rule("argmin", "...[dim] -> ...", whole="[]", program=partial(_index, "min"))
+rule("argmax", "...[dim] -> ...", whole="[]", program=_only(1, partial(_extreme, "max")))
+rule("argmin", "...[dim] -> ...", whole="[]", program=_only(1, partial(_extreme, "min")))
 
 
 def _aminmax(tools: Toolbox, op: Any, x: Any, *, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
@@ -243,13 +244,9 @@ def _std(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     return torch.sqrt(var), mean
 
 
-def _first(program: Kernel) -> Kernel:
-    return lambda *args, **kwargs: program(*args, **kwargs)[0]
-
-
 _of_distances = partial(rule, text="...[dim] -> ...", whole="[]", kernel=_quiet_on_empty)
-_of_distances("var.correction", program=_first(_var))
-_of_distances("std.correction", program=_first(_std))
+_of_distances("var.correction", program=_only(0, _var))
+_of_distances("std.correction", program=_only(0, _std))
 _of_distances("var_mean.correction", program=_var)
 _of_distances("std_mean.correction", program=_std)
 
@@ -279,9 +276,7 @@ _BY_POWERS = "shard: its program reduces the powers, and every order has its own
 rule("linalg_vector_norm", "...[dim] -> ...", whole="[]", program=_vector_norm, unoffered=_BY_POWERS)
 
 
-rule(
-    "norm", program=lambda tools, op, x, p=2, *rest, **words: aten.linalg_vector_norm(x, 2 if p is None else p, *rest, **words)
-)
+rule("norm", program=lambda _, op, x, p=2, *rest, **words: aten.linalg_vector_norm(x, 2 if p is None else p, *rest, **words))
 rule("dist", program=lambda tools, op, x, other, p=2: aten.linalg_vector_norm(x - other, p))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..errors import OperatorError
 from ..layouts.layout import Dim, Factor, Layout, PerRank, canonical, sharded, whole
 from ..layouts.mesh import Mesh
-from ..propagation.notation import Call, LocalCopy, Proposal
+from ..propagation.notation import Call, Kernel, LocalCopy, Proposal
 from ..propagation.table import rule
 from ..tensor.toolbox import Toolbox
 from .shard_position import indices
@@ -50,27 +51,22 @@ def _view(call: Call) -> Proposal:
         except Misfit as misfit:
             layout = layout.without(misfit.axes)
         else:
-            return Proposal((layout,), (out,), {"size": local_sizes(out)}, call=_view_or_tell)
+            return Proposal((layout,), (out,), {"size": local_sizes(out)}, call=partial(_view_or_tell, torch.Tensor.view))
 
 
-#: What torch raises where a tensor cannot be viewed; the second from fake tensors.
-_NO_VIEW = (RuntimeError, ValueError)
-
-
-def _view_or_tell(x: Tensor, size: list[int], *rest: Any) -> Tensor:
+def _view_or_tell(view: Kernel, x: Tensor, *args: Any) -> Tensor:
     """A view; raises LocalCopy where the local memory is laid out otherwise than the global one would be."""
     try:
-        return torch.Tensor.view(x, size)
-    except _NO_VIEW:
-        raise LocalCopy("a local tensor cannot be viewed", torch.Tensor.view(x.contiguous(), size)) from None
+        return view(x, *args[:1])
+    except (RuntimeError, ValueError):  # the second from fake tensors
+        raise LocalCopy("a local tensor cannot be viewed", view(x.contiguous(), *args[:1])) from None
 
 
-def view_or_copy(x: Tensor, size: list[int], *rest: Any) -> Tensor:
-    """A view; a copy where the local memory is laid out otherwise than the global one would be."""
+def _view_or_copy(x: Tensor, *args: Any) -> Tensor:
     try:
-        return torch.Tensor.view(x, size)
-    except _NO_VIEW:
-        return torch.Tensor.view(x.contiguous(), size)
+        return _view_or_tell(torch.Tensor.view, x, args[-1])
+    except LocalCopy as told:
+        return told.args[1]
 
 
 def reshape(layout: Layout, shape: Sequence[int]) -> list[Dim]:
@@ -180,7 +176,7 @@ rule("permute permute_copy", function=lambda call: _permute(call, call.dims("dim
 
 def _unsqueeze(call: Call) -> Proposal:
     layout = call.tensors[0]
-    at = int(call["dim"]) % (layout.ndim + 1)
+    (at,) = call.dims("dim", layout.ndim + 1)
     return Proposal((layout,), (call.result(0, [*layout.dims[:at], (whole(1),), *layout.dims[at:]], layout.partials),))
 
 
@@ -191,23 +187,15 @@ def _squeeze(call: Call, dims: Sequence[int]) -> Proposal:
     layout = call.tensors[0]
     gone = sorted(d for d in dims if layout.shape[d] == 1) if layout.ndim else []
     kept = {i: layout.dims[i] for i in range(layout.ndim) if i not in gone}
-    if not any(layout.axes_of(d) for d in gone):
-        return Proposal(
-            (layout,), (call.result(0, list(kept.values()), layout.partials),), call=lambda x, *_: aten.squeeze.dims(x, gone)
-        )
-    if not kept:
-        return _bare(call, gone)
-    for d in gone:
+    if not kept:  # nothing is left to say where the one element lies
+        layout = layout.without(axis for d in gone for axis in layout.axes_of(d))
+    is_whole = not any(layout.axes_of(d) for d in gone)
+    for d in () if is_whole else gone:
         _attach(kept, d, layout.dims[d])
     out = call.result(0, list(kept.values()), layout.partials)
-    return Proposal((layout,), (out,), extra=(local_sizes(out),), kernel=lambda x, *given: view_or_copy(x, given[-1]))
-
-
-def _bare(call: Call, gone: Sequence[int]) -> Proposal:
-    """Nothing is left to say where the one element lies: it is made whole first."""
-    layout = call.tensors[0]
-    want = layout.without(axis for d in range(layout.ndim) for axis in layout.axes_of(d))
-    return Proposal((want,), (call.result(0, (), want.partials),), call=lambda x, *_: aten.squeeze.dims(x, list(gone)))
+    if is_whole:
+        return Proposal((layout,), (out,), call=lambda x, *_: aten.squeeze.dims(x, gone))
+    return Proposal((layout,), (out,), extra=(local_sizes(out),), kernel=_view_or_copy)
 
 
 def _attach(dims: dict[int, Dim], gone: int, factors: Dim) -> None:
@@ -217,8 +205,6 @@ def _attach(dims: dict[int, Dim], gone: int, factors: Dim) -> None:
 
 
 rule("squeeze.default squeeze_copy.default", function=lambda call: _squeeze(call, range(call.tensors[0].ndim)))
-
-
 rule(
     "squeeze.dim squeeze.dims squeeze_copy.dim squeeze_copy.dims",
     function=lambda call: _squeeze(call, () if call["dim"] == () else call.dims("dim")),
@@ -244,8 +230,7 @@ rule("expand expand_copy", function=_expand)
 
 
 def _slice(call: Call) -> Proposal:
-    layout = call.tensors[0]
-    dim = int(call["dim"]) % layout.ndim
+    layout, (dim,) = call.tensors[0], call.dims("dim")
     start, stop, step = indices(call["start"], call["end"], call["step"], layout.shape[dim])
     if (start, step) == (0, 1) and stop >= layout.shape[dim]:
         return Proposal((layout,), (call.result(0, layout.dims, layout.partials),))
@@ -276,8 +261,7 @@ rule("slice.Tensor slice_copy.Tensor", function=_slice)
 
 
 def _select(call: Call) -> Proposal:
-    layout = call.tensors[0]
-    dim = int(call["dim"]) % layout.ndim
+    layout, (dim,) = call.tensors[0], call.dims("dim")
     if len(layout.dims[dim]) > 1 or layout.ndim == 1:
         layout = layout.without(layout.axes_of(dim))
     factor = layout.dims[dim][0]
@@ -320,19 +304,13 @@ def _on_diagonal(call: Call) -> tuple[Layout, list[Dim], dict[str, Any]]:
 
 def _diagonal(call: Call) -> Proposal:
     layout, dims, here = _on_diagonal(call)
-    return Proposal((layout,), (call.result(0, dims, layout.partials),), here)
+    if len(call.tensors) == 1:
+        return Proposal((layout,), (call.result(0, dims, layout.partials),), here)
+    source = call.tensors[1].replace(dims=dims, partials=())
+    return Proposal((layout.reduced(), source), (call.result(0, layout.dims),), here)
 
 
-def _diagonal_scatter(call: Call) -> Proposal:
-    layout, dims, here = _on_diagonal(call)
-    layout = layout.reduced()
-    return Proposal(
-        (layout, call.tensors[1].replace(dims=dims, partials=())), (call.result(0, layout.dims, layout.partials),), here
-    )
-
-
-rule("diagonal diagonal_copy", function=_diagonal)
-rule("diagonal_scatter", function=_diagonal_scatter)
+rule("diagonal diagonal_copy diagonal_scatter", function=_diagonal)
 
 
 def _windows(call: Call) -> Proposal:
@@ -365,15 +343,8 @@ def _as_pairs(call: Call) -> Proposal:
 def _of_pairs(call: Call) -> Proposal:
     layout = _summed(call.tensors[0])
     layout = layout.without(layout.axes_of(-1))
-    return Proposal((layout,), (call.result(0, layout.dims[:-1], layout.partials),), call=_complex_or_tell)
-
-
-def _complex_or_tell(x: Tensor) -> Tensor:
-    """A view; raises LocalCopy where the pairs are not side by side in local memory as they would be in the global one."""
-    try:
-        return torch.view_as_complex(x)
-    except _NO_VIEW:
-        raise LocalCopy("local pairs are apart", torch.view_as_complex(x.contiguous())) from None
+    out = call.result(0, layout.dims[:-1], layout.partials)
+    return Proposal((layout,), (out,), call=partial(_view_or_tell, torch.view_as_complex))
 
 
 rule("view_as_real view_as_real_copy", function=_as_pairs)
@@ -383,21 +354,13 @@ rule("view_as_complex view_as_complex_copy", function=_of_pairs)
 
 
 def _parts(call: Call) -> Proposal:
-    """split and unbind along a dim that nothing shards."""
-    layout = call.tensors[0]
-    dim = int(call["dim"]) % layout.ndim
-    drop = len(call.results) > 0 and len(call.results[0].shape) < layout.ndim
-    outs = []
-    for i, result in enumerate(call.results):
-        dims = [d if j != dim else (whole(result.shape[dim]),) for j, d in enumerate(layout.dims)] if not drop else None
-        outs.append(call.result(i, dims or [d for j, d in enumerate(layout.dims) if j != dim], layout.partials))
+    """split, which leaves a dim of each part, and unbind, which does not."""
+    layout, (dim,) = call.tensors[0], call.dims("dim")
+    if layout.axes_of(dim):
+        return Proposal((layout,), (), program=_slices)
+    left = [[(whole(n),) for n in one.shape[dim : dim + len(one.shape) + 1 - layout.ndim]] for one in call.results]
+    outs = [call.result(i, [*layout.dims[:dim], *own, *layout.dims[dim + 1 :]], layout.partials) for i, own in enumerate(left)]
     return Proposal((layout,), tuple(outs))
-
-
-def _parts_or_program(call: Call) -> Proposal:
-    layout = call.tensors[0]
-    dim = int(call["dim"]) % layout.ndim
-    return Proposal((layout,), (), program=_slices) if layout.axes_of(dim) else _parts(call)
 
 
 def _slices(tools: Toolbox, op: Any, x: Tensor, sizes: Any = None, dim: int = 0) -> list[Tensor]:
@@ -412,7 +375,7 @@ def _slices(tools: Toolbox, op: Any, x: Tensor, sizes: Any = None, dim: int = 0)
     return [aten.slice.Tensor(x, dim, stop - n, stop) for n, stop in zip(sizes, stops, strict=True)]
 
 
-rule("split.Tensor split_with_sizes unbind.int", function=_parts_or_program)
+rule("split.Tensor split_with_sizes unbind.int", function=_parts)
 
 
 def _cat(call: Call) -> Proposal:
@@ -449,11 +412,9 @@ def overlaps(factor: Factor, offset: int, size: int) -> Factor:
 rule("cat", function=_cat)
 
 
-def _stack(tools: Toolbox, op: Any, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return aten.cat.default([aten.unsqueeze.default(t, dim) for t in tensors], dim)
-
-
-rule("stack", program=_stack)
+rule(
+    "stack", program=lambda tools, op, tensors, dim=0: aten.cat.default([aten.unsqueeze.default(t, dim) for t in tensors], dim)
+)
 
 
 def _roll(tools: Toolbox, op: Any, x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
