@@ -8,7 +8,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..layouts.layout import Layout
 from ..propagation.notation import Call, Kernel, Proposal, Rule, parse
@@ -93,18 +92,11 @@ def _time_first(tools: Toolbox, op: Any, x: Any, weight: Any, bias: Any, pad: in
 
 
 def _convolved(plane: Plane, run: Kernel, call: Call) -> Kernel:
-    def local(values: list[Any], numbers: Any, shape: Sequence[int]) -> Tensor:
-        return trimmed(run(*values), shape)
-
-    return local
+    return lambda values, numbers, shape: trimmed(run(*values), shape)
 
 
 def _convolved_back(plane: Plane, run: Kernel, call: Call) -> Kernel:
-    def local(values: list[Any], numbers: Any, shape: Sequence[int]) -> Any:
-        grad, *rest = values
-        return tuple(run(one_at_least(grad, plane), *rest))
-
-    return local
+    return lambda values, numbers, shape: tuple(run(one_at_least(values[0], plane), *values[1:]))
 
 
 windowed("convolution", None, LocalWindows(_convolved), function=_convolution)

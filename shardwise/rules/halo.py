@@ -7,7 +7,7 @@ outside of the tensor, which are zeros until they are filled. Reads local values
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -17,9 +17,10 @@ from torch import Tensor
 from ..base.caches import memo
 from ..comm import transport
 from ..comm.messages import Batch
-from ..layouts.layout import Factor, Layout, Number, PerRank, Run, default_sizes
+from ..layouts.layout import Factor, Layout, PerRank, Run, default_sizes
 from ..layouts.mesh import Mesh
 from ..p2p.batch import exchange, wait
+from .shard_position import by_shard, zero_rows
 
 # ── windows of a dim, and what a shard needs for its own ──────────────────────────────────────────────────────────────
 
@@ -72,14 +73,6 @@ class Halo(NamedTuple):
     outside: bool
     unchanged: bool
 
-    def per_rank(self, layout: Layout, values: Sequence[Any]) -> PerRank:
-        """One of `values`, which are by shard, for each place."""
-        return PerRank(lambda place: values[layout.shard(self.held, place)])
-
-    def first(self, layout: Layout) -> Number:
-        """The first row of each rank's stretch, counted in the tensor."""
-        return Number(lambda place: self.firsts[layout.shard(self.held, place)])
-
 
 def share(held: Factor, windows: Windows) -> tuple[int, ...]:
     """How many windows each shard takes: equal chunks, or those whose middle it holds, whichever lets it lack fewer rows.
@@ -97,22 +90,17 @@ def share(held: Factor, windows: Windows) -> tuple[int, ...]:
 
 def _lacking(held: Factor, sizes: tuple[int, ...], windows: Windows) -> tuple[int, int]:
     """The most rows that a shard lacks, and all together."""
-    lacking = [
-        stop - start - _length(_common((start, stop), own))
-        for (start, stop), own in zip(_needs(held, sizes, windows), pairwise(held.starts), strict=True)
-    ]
+    needs = zip(_needs(held, sizes, windows), pairwise(held.starts), strict=True)
+    lacking = [_length(need) - _length(_common(need, own)) for need, own in needs]
     return max(lacking), sum(lacking)
 
 
 def _needs(held: Factor, sizes: Sequence[int], windows: Windows) -> list[Run]:
     """The rows of the tensor that each shard's windows look at."""
-    needs = []
-    for start, stop in pairwise(accumulate(sizes, initial=0)):
-        first = start * windows.stride - windows.pad
-        last = (stop - 1) * windows.stride - windows.pad + windows.span
-        need = _common((first, last), (0, held.size))
-        needs.append(need if start < stop else (0, 0))
-    return needs
+    stride, pad, span, _ = windows
+    runs = pairwise(accumulate(sizes, initial=0))
+    tensor = (0, held.size)
+    return [_common((a * stride - pad, (b - 1) * stride - pad + span), tensor) if a < b else (0, 0) for a, b in runs]
 
 
 def _common(one: Run, other: Run) -> Run:
@@ -122,6 +110,10 @@ def _common(one: Run, other: Run) -> Run:
 
 def _length(run: Run) -> int:
     return run[1] - run[0]
+
+
+def _counted_from(first: int, run: Run) -> Rows:
+    return Rows(run[0] - first, _length(run)) if _length(run) else Rows(0, 0)
 
 
 @memo("halos", limit=1024)
@@ -138,8 +130,7 @@ def halo(dim: int, held: Factor, sizes: tuple[int, ...], windows: Windows) -> Ha
     for first, count, shard, need in zip(firsts, sizes, shards, needs, strict=True):
         rows = (max(count, 1) - 1) * windows.stride + windows.span
         both = _common(shard, need)
-        own = Rows(both[0] - shard[0], _length(both)) if _length(both) else Rows(0, 0)
-        stretches.append(Stretch(rows, own, both[0] - first if own.rows else 0))
+        stretches.append(Stretch(rows, _counted_from(shard[0], both), _counted_from(first, both).first))
     shifts = [*range(1 - len(shards), 0), *range(1, len(shards))]
     runs = [(first, first + stretch.rows) for first, stretch in zip(firsts, stretches, strict=True)]
     messages = [found for shift in shifts if (found := _message(shift, shards, needs, runs))]
@@ -150,33 +141,24 @@ def halo(dim: int, held: Factor, sizes: tuple[int, ...], windows: Windows) -> Ha
 def _message(shift: int, shards: Sequence[Run], needs: Sequence[Run], stretches: Sequence[Run]) -> Transfer | None:
     """What goes `shift` shards further; None where nothing does.
 
-    A shard at the end of the axis, which has no such neighbour, sends what the others do to nobody, and
-    takes zeros for rows outside, wherever this makes all shards do the same: then one traced program serves them all.
+    A shard at the end of the axis, which has no such neighbour, sends what the others do to nobody, and takes zeros for rows
+    outside, wherever this makes all shards do the same: then one traced program serves them all.
     """
     count = len(shards)
     runs = {t: _common(shards[t], needs[t + shift]) for t in range(count) if 0 <= t + shift < count}
     if not any(map(_length, runs.values())):
         return None
-    given = {t: Rows(run[0] - shards[t][0], _length(run)) if _length(run) else Rows(0, 0) for t, run in runs.items()}
-    taken = {t + shift: Rows(run[0] - stretches[t + shift][0], _length(run)) for t, run in runs.items() if _length(run)}
-    taken = {t + shift: taken.get(t + shift, Rows(0, 0)) for t in runs}
-    same_given, same_taken = _same(given.values()), _same(taken.values())
-    return Transfer(
-        shift,
-        tuple(given.get(t) or _if_within(same_given, [(0, _length(shards[t]))]) for t in range(count)),
-        tuple(taken.get(s) or _if_within(same_taken, _outside(stretches[s], needs[s])) for s in range(count)),
-    )
+    given = {t: _counted_from(shards[t][0], run) for t, run in runs.items()}
+    taken = {t + shift: _counted_from(stretches[t + shift][0], run) for t, run in runs.items()}
+    rooms = [[(0, _length(shard))] for shard in shards], [_outside(*both) for both in zip(stretches, needs, strict=True)]
+    return Transfer(shift, _completed(given, rooms[0]), _completed(taken, rooms[1]))
 
 
-def _same(parts: Iterable[Rows]) -> Rows:
-    """What all shards have in common."""
-    several = set(parts)
-    return several.pop() if len(several) == 1 else Rows(0, 0)
-
-
-def _if_within(part: Rows, runs: Iterable[Run]) -> Rows:
-    fits = any(first <= part.first and part.first + part.rows <= stop for first, stop in runs)
-    return part if fits else Rows(0, 0)
+def _completed(parts: dict[int, Rows], rooms: Sequence[Sequence[Run]]) -> tuple[Rows, ...]:
+    """The rows of every shard: of one that has none, those that all others have, where there is room for them."""
+    same = next(iter(parts.values())) if len(set(parts.values())) == 1 else Rows(0, 0)
+    fits = [any(first <= same.first and same.first + same.rows <= stop for first, stop in runs) for runs in rooms]
+    return tuple(parts.get(i, same if fit else Rows(0, 0)) for i, fit in enumerate(fits))
 
 
 def _outside(stretch: Run, need: Run) -> list[Run]:
@@ -193,12 +175,11 @@ def with_halos(x: Tensor, halos: tuple[Halo, ...], layout: Layout, fill: Any = 0
     """Every rank's stretch, from its shard: dim after dim, so that corners come too. Rows outside hold `fill`."""
     mesh = layout.mesh
     for number, one in enumerate(halos):
-        given, taken, stretch, _, shapes, goals, sources = _facts(halos[: number + 1], layout)
-        sent = [transport(mesh).each(_taken_out, mesh, x, one.dim, part) for part in given]
-        came = _sent(sent, goals, sources, shapes, mesh)
-        x = transport(mesh).each(_laid_out, mesh, x, came, taken, one.dim, stretch)
+        given, taken, stretch, _ = _facts(halos[: number + 1], layout)
+        came = _exchanged(x, one.dim, mesh, given, taken)
+        x = transport(mesh).each(_laid_out, mesh, x, came, taken.rows, one.dim, stretch)
         if fill and one.outside:
-            first = transport(mesh).number(one.first(layout), mesh)
+            first = transport(mesh).number(by_shard(layout, one.held, one.firsts), mesh)
             x = transport(mesh).each(_filled, mesh, x, one.dim, one.held.size, first, fill)
     return x
 
@@ -207,37 +188,33 @@ def give_back(x: Tensor, halos: tuple[Halo, ...], layout: Layout) -> Tensor:
     """The way back: what each rank has for the rows of its stretch goes to the ranks that hold these, and is added there."""
     mesh = layout.mesh
     for number, one in reversed(list(enumerate(halos))):
-        given, taken, stretch, shape, _, goals, sources = _facts(halos[: number + 1], layout)
-        sent = [transport(mesh).each(_taken_out, mesh, x, one.dim, part) for part in taken]
-        came = _sent(sent, sources, goals, [_with_rows(shape, one.dim, part) for part in given], mesh)
-        x = transport(mesh).each(_added, mesh, x, came, given, one.dim, shape, stretch)
+        given, taken, stretch, shape = _facts(halos[: number + 1], layout)
+        came = _exchanged(x, one.dim, mesh, taken, given)
+        x = transport(mesh).each(_added, mesh, x, came, given.rows, one.dim, shape, stretch)
     return x
 
 
-class RankFacts(NamedTuple):
-    """What is known of the last of some halos, for each place: the rows to send and to take, its stretch, the shape of what it
-    is made from and of what comes; and the routes."""
+class _Side(NamedTuple):
+    """One side of the messages, for each place: their rows and shapes, and the routes to where they are on the other side."""
 
-    given: list[PerRank]
-    taken: list[PerRank]
-    stretch: PerRank
-    shape: PerRank
-    shapes: list[PerRank]
-    goals: list[str]
-    sources: list[str]
+    rows: list[PerRank]
+    shapes: tuple[PerRank, ...]
+    routes: tuple[str, ...]
 
 
 @memo("halos of layouts", limit=1024)
-def _facts(halos: tuple[Halo, ...], layout: Layout) -> RankFacts:
+def _facts(halos: tuple[Halo, ...], layout: Layout) -> tuple[_Side, _Side, PerRank, PerRank]:
+    """Of the last of some halos: what is given and what is taken, the stretch, and the shape of what that is made from."""
     *earlier, one = halos
     shape = PerRank(layout.local_shape)
     for before in earlier:
-        shape = _with_rows(shape, before.dim, before.per_rank(layout, before.stretches))
-    given = [one.per_rank(layout, message.given) for message in one.messages]
-    taken = [one.per_rank(layout, message.taken) for message in one.messages]
-    goals, sources = ([_route(one, layout, sign * message.shift) for message in one.messages] for sign in (1, -1))
-    shapes = [_with_rows(shape, one.dim, part) for part in taken]
-    return RankFacts(given, taken, one.per_rank(layout, one.stretches), shape, shapes, goals, sources)
+        shape = _with_rows(shape, before.dim, by_shard(layout, before.held, before.stretches))
+    sides = []
+    for name, sign in (("given", 1), ("taken", -1)):
+        rows = [by_shard(layout, one.held, getattr(message, name)) for message in one.messages]
+        routes = tuple(shard_route(layout, one.held, sign * message.shift) for message in one.messages)
+        sides.append(_Side(rows, tuple(_with_rows(shape, one.dim, part) for part in rows), routes))
+    return sides[0], sides[1], by_shard(layout, one.held, one.stretches), shape
 
 
 def _with_rows(shape: PerRank, dim: int, part: PerRank) -> PerRank:
@@ -245,32 +222,30 @@ def _with_rows(shape: PerRank, dim: int, part: PerRank) -> PerRank:
     return PerRank(lambda place: (*shape.at(place)[:dim], part.at(place).rows, *shape.at(place)[dim + 1 :]))
 
 
-def _sent(x: list[Tensor], goals: list[str], sources: list[str], shapes: Sequence[PerRank], mesh: Mesh) -> list[Tensor]:
-    if not x:
+def _exchanged(x: Tensor, dim: int, mesh: Mesh, going: _Side, coming: _Side) -> list[Tensor]:
+    if not going.rows:
         return []
-    batch = Batch(mesh.root, tuple(goals), tuple(sources), tuple(shapes), (x[0].dtype,) * len(x))
-    return [wait(y) for y in exchange(x, batch)]
+    sent = [transport(mesh).each(_taken_out, mesh, x, dim, part) for part in going.rows]
+    batch = Batch(mesh.root, going.routes, coming.routes, coming.shapes, (x.dtype,) * len(sent))
+    return [wait(y) for y in exchange(sent, batch)]
 
 
-def _route(one: Halo, layout: Layout, shift: int) -> str:
-    """The route to the shard `shift` further."""
-    axes, root = one.held.axes, layout.mesh.root
+def shard_route(layout: Layout, factor: Factor, shift: int, wrap: bool = False) -> str:
+    """The route from each shard of a factor to the one `shift` further; from the last to the first if it wraps around."""
+    axes, root = factor.axes, layout.mesh.root
     if len(axes) == 1:
-        return f"shift {shift:+d} end {axes[0]}"
+        return f"shift {shift:+d} {'wrap' if wrap else 'end'} {axes[0]}"
     pairs = []
     for place, rank in enumerate(root.ranks):
-        peers = {layout.shard(one.held, peer): root.ranks[peer] for peer in root.peers(place, root.sorted_axes(axes))}
-        goal = peers.get(layout.shard(one.held, place) + shift)
-        pairs += [] if goal is None else [f"{rank}>{goal}"]
+        peers = {layout.shard(factor, peer): root.ranks[peer] for peer in root.peers(place, root.sorted_axes(axes))}
+        goal = layout.shard(factor, place) + shift
+        goal = goal % len(factor.sizes) if wrap else goal
+        pairs += [f"{rank}>{peers[goal]}"] if goal in peers else []
     return f"ranks {','.join(pairs)}"
 
 
 def _taken_out(x: Tensor, dim: int, part: Rows) -> Tensor:
     return x.narrow(dim, part.first, part.rows).contiguous()
-
-
-def _zeros(x: Tensor, dim: int, rows: int) -> Tensor:
-    return x.new_zeros([rows if d == dim else n for d, n in enumerate(x.shape)])
 
 
 def _laid_out(x: Tensor, came: Sequence[Tensor], taken: Sequence[Rows], dim: int, stretch: Stretch) -> Tensor:
@@ -282,10 +257,10 @@ def _laid_out(x: Tensor, came: Sequence[Tensor], taken: Sequence[Rows], dim: int
         parts.append((stretch.at, x.narrow(dim, stretch.own.first, stretch.own.rows)))
     laid, end = [], 0
     for first, y in sorted(parts, key=lambda item: item[0]):
-        laid += [_zeros(x, dim, first - end), y] if first > end else [y]
+        laid += [zero_rows(x, dim, first - end), y] if first > end else [y]
         end = first + y.shape[dim]
     if end < stretch.rows or not laid:
-        laid.append(_zeros(x, dim, stretch.rows - end))
+        laid.append(zero_rows(x, dim, stretch.rows - end))
     return torch.cat(laid, dim)
 
 
@@ -303,7 +278,7 @@ def _added(
         return x
     own = x.narrow(dim, stretch.at, stretch.own.rows)
     before, after = stretch.own.first, shape[dim] - stretch.own.first - stretch.own.rows
-    out = torch.cat([_zeros(x, dim, before), own, _zeros(x, dim, after)], dim)
+    out = torch.cat([zero_rows(x, dim, before), own, zero_rows(x, dim, after)], dim)
     for part, y in zip(given, came, strict=True):
         if part.rows:
             out.narrow(dim, part.first, part.rows).add_(y)

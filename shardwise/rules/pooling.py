@@ -89,7 +89,7 @@ def _largest_back(plane: Plane, run: Kernel, call: Call) -> Kernel:
 
 
 def _first_rows(call: Call, plane: Plane, layout: Layout) -> list[Number | int]:
-    return plane.firsts(layout)
+    return plane.numbers(layout, {one.dim: one.firsts for one in plane.halos})
 
 
 def _renumbered(
@@ -117,22 +117,12 @@ def _renumbered(
 
 def _averaged(plane: Plane, run: Kernel, call: Call) -> Kernel:
     divisor = _divisor(plane, call)
-
-    def local(values: list[Any], starts: Sequence[Any], shape: Sequence[int]) -> Tensor:
-        out = run(*values)
-        return trimmed(divisor(out, starts), shape)
-
-    return local
+    return lambda values, starts, shape: trimmed(divisor(run(*values), starts), shape)
 
 
 def _averaged_back(plane: Plane, run: Kernel, call: Call) -> Kernel:
     divisor = _divisor(plane, call)
-
-    def local(values: list[Any], starts: Sequence[Any], shape: Sequence[int]) -> Tensor:
-        grad, *rest = values
-        return run(divisor(one_at_least(grad, plane), starts), *rest)
-
-    return local
+    return lambda values, starts, shape: run(divisor(one_at_least(values[0], plane), starts), *values[1:])
 
 
 def _is_plain(call: Call, plane: Plane) -> bool:
@@ -147,7 +137,7 @@ def _average_words(call: Call, plane: Plane) -> dict[str, Any]:
 
 
 def _first_windows(call: Call, plane: Plane, layout: Layout) -> list[Number | int]:
-    return [] if _is_plain(call, plane) else plane.starts(layout)
+    return [] if _is_plain(call, plane) else plane.numbers(layout, {d: each.starts for d, each in plane.shared.items()})
 
 
 def _divisor(plane: Plane, call: Call) -> Callable[[Tensor, Sequence[Any]], Tensor]:

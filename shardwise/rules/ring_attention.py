@@ -29,6 +29,7 @@ from ..propagation.table import rule
 from ..redistribution.run import move
 from ..tensor.toolbox import Toolbox
 from ..tensor.wrapping import local_on
+from .halo import shard_route
 
 # ── what a user calls ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -131,28 +132,12 @@ class Ring(NamedTuple):
         """Which block is at a place at a step."""
         return (self.key.shard(self.blocks, place) - self.turn * step) % self.size
 
-    def routes(self) -> tuple[str, str]:
-        """Where blocks go, and where they come from."""
-        axes, root = self.blocks.axes, self.key.mesh.root
-        if len(axes) == 1:
-            return f"shift {self.turn:+d} wrap {axes[0]}", f"shift {-self.turn:+d} wrap {axes[0]}"
-        going, coming = [], []
-        for place, rank in enumerate(root.ranks):
-            others = {self.here(other): root.ranks[other] for other in root.peers(place, root.sorted_axes(axes))}
-            going.append(f"{rank}>{others[self.here(place, -1)]}")
-            coming.append(f"{rank}>{others[self.here(place, 1)]}")
-        return f"ranks {','.join(going)}", f"ranks {','.join(coming)}"
-
-    def shapes(self, step: int) -> tuple[Shape, Shape]:
-        """What keys and values have come to a place at a step."""
-        return _moved(self.key, self, step), _moved(self.value, self, step)
-
     def passed(self, pair: Sequence[Tensor], step: int) -> list[Tensor]:
         """What another rank held, and this one holds at a step; it may be still on its way."""
-        goal, source = self.routes()
+        goal, source = (shard_route(self.key, self.blocks, turn, wrap=True) for turn in (self.turn, -self.turn))
+        shapes = tuple(_moved(layout, self, step) for layout in (self.key, self.value))
         dtypes = tuple(x.dtype for x in pair)
-        batch = Batch(self.key.mesh.root, (goal, goal), (source, source), self.shapes(step), dtypes, lent=True)
-        return exchange(pair, batch)
+        return exchange(pair, Batch(self.key.mesh.root, (goal, goal), (source, source), shapes, dtypes, lent=True))
 
     def sees(self, step: int, traced: bool) -> Any:
         """Whether the queries of a rank attend to the block at a step: a fact of the rank, or a number where no rank is known

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 
-from ..layouts.layout import Layout, Number
+from ..layouts.layout import Factor, Layout, Number, PerRank
 
 #: A position that no operator takes, neither counted from the front nor from the back.
 OUTSIDE = -(2**31)
@@ -29,7 +29,8 @@ class ShardPosition:
     def __init__(self, layout: Layout, dim: int) -> None:
         self.dim, self.factors = dim, layout.dims[dim]
         self.size = math.prod(factor.size for factor in self.factors)
-        self.numbers = tuple(number for factor in self.factors for number in _numbers(layout, factor))
+        both = [(factor, values) for factor in self.factors for values in (factor.starts, factor.sizes)]
+        self.numbers = tuple(by_shard(layout, factor, values, Number) for factor, values in both)
 
     def split(self, args: Sequence[Any]) -> tuple[list[Any], list[Tensor]]:
         """A kernel's positional arguments, and this rank's numbers, which come after them."""
@@ -86,10 +87,9 @@ class ShardPosition:
         return index
 
 
-def _numbers(layout: Layout, factor: Any) -> tuple[Number, Number]:
-    """Where this rank's interval of a factor starts, and how long it is."""
-    start = Number(lambda place: layout.interval(factor, place)[0])
-    return start, Number(lambda place: factor.sizes[layout.shard(factor, place)])
+def by_shard(layout: Layout, factor: Factor, values: Sequence[Any], kind: type[PerRank] = PerRank) -> Any:
+    """For each rank one of `values`, by the shard of a factor that it holds."""
+    return kind(lambda place: values[layout.shard(factor, place)])
 
 
 def zero_rows(x: Tensor, dim: int, rows: int = 1) -> Tensor:

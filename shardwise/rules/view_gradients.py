@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from .._torch.tensors import decompositions
-from ..layouts.layout import Factor, Layout, PerRank, sharded, whole
+from ..layouts.layout import Factor, Layout, sharded, whole
 from ..propagation.notation import Call, Proposal
 from ..propagation.table import rule
 from ..tensor.toolbox import Toolbox
-from .shard_position import indices
+from .shard_position import by_shard, indices
 from .views import local_sizes
 
 aten = torch.ops.aten
@@ -40,8 +40,7 @@ def _slice_backward(call: Call) -> Proposal:
     edits: dict[str, Any] = {"input_sizes": local_sizes(out)}
     if factor.axes:
         spans = _spans(factor, around, start, step)
-        here = PerRank(lambda place: spans[grad.shard(factor, place)])
-        edits |= {"start": PerRank(lambda place: here.at(place)[0]), "end": PerRank(lambda place: here.at(place)[1])}
+        edits |= {"start": by_shard(grad, factor, [a for a, _ in spans]), "end": by_shard(grad, factor, [b for _, b in spans])}
     return Proposal((grad,), (out,), edits)
 
 
@@ -87,7 +86,7 @@ def _diagonal_backward(call: Call) -> Proposal:
     out = call.result(0, dims, grad.partials)
     edits: dict[str, Any] = {"input_sizes": local_sizes(out)}
     if factor.axes:
-        edits["offset"] = PerRank(lambda place: offset + around.starts[grad.shard(factor, place)])
+        edits["offset"] = by_shard(grad, factor, [offset + start for start in around.starts])
     return Proposal((grad,), (out,), edits)
 
 

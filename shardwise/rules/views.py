@@ -21,7 +21,7 @@ from ..layouts.mesh import Mesh
 from ..propagation.notation import Call, Kernel, LocalCopy, Proposal
 from ..propagation.table import rule
 from ..tensor.toolbox import Toolbox
-from .shard_position import indices
+from .shard_position import by_shard, indices
 
 aten = torch.ops.aten
 
@@ -244,9 +244,8 @@ def _slice(call: Call) -> Proposal:
         return Proposal((layout,), (call.result(0, dims, layout.partials),))
     spans = [_span(first, n, start, stop, step) for first, n in zip(factor.starts, factor.sizes, strict=False)]
     dims[dim] = (Factor(size, factor.axes, tuple(len(range(a, b, step)) for a, b in spans)),)
-    here = PerRank(lambda place: spans[layout.shard(factor, place)])
-    edits = {"start": PerRank(lambda place: here.at(place)[0]), "end": PerRank(lambda place: here.at(place)[1])}
-    return Proposal((layout,), (call.result(0, dims, layout.partials),), edits)
+    ends = {"start": by_shard(layout, factor, [a for a, _ in spans]), "end": by_shard(layout, factor, [b for _, b in spans])}
+    return Proposal((layout,), (call.result(0, dims, layout.partials),), ends)
 
 
 def _span(first: int, size: int, start: int, stop: int, step: int) -> tuple[int, int]:

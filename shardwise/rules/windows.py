@@ -30,7 +30,7 @@ from ..redistribution.run import move
 from ..tensor.toolbox import Toolbox
 from ..tensor.wrapping import local_on
 from .halo import Halo, Windows, give_back, halo, share, with_halos
-from .shard_position import at_least_one
+from .shard_position import at_least_one, by_shard
 
 # ── nouns ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -55,25 +55,12 @@ class Plane:
     @cached_property
     def halos(self) -> tuple[Halo, ...]:
         """What ranks need of one another."""
-        each = [(d, self.held[d], self.shared[d].sizes, self.windows[d - self.dims.start]) for d in sorted(self.held)]
-        return tuple([halo(*one) for one in each])
+        along = dict(zip(self.dims, self.windows, strict=True))
+        return tuple([halo(d, self.held[d], self.shared[d].sizes, along[d]) for d in sorted(self.held)])
 
-    def firsts(self, layout: Layout) -> list[Number | int]:
-        """The first row of each rank's stretch along each dim; 0 along one that is not sharded."""
-        halos = {one.dim: one for one in self.halos}
-        return [halos[d].first(layout) if d in halos else 0 for d in self.dims]
-
-    def starts(self, layout: Layout) -> list[Number | int]:
-        """Which of all windows along each dim is the first of a rank; 0 along one that is not sharded."""
-
-        def number(held: Factor, starts: Sequence[int]) -> Number:
-            return Number(lambda place: starts[layout.shard(held, place)])
-
-        return [number(self.held[d], self.shared[d].starts) if d in self.held else 0 for d in self.dims]
-
-    def unpadded(self) -> list[int]:
-        """Padding without that of sharded dims, which stretches have in them."""
-        return [0 if d in self.held else along.pad for d, along in zip(self.dims, self.windows, strict=True)]
+    def numbers(self, layout: Layout, values: dict[int, Sequence[int]]) -> list[Number | int]:
+        """Along each dim the number that `values` has for a rank's shard; 0 along a dim that is not sharded."""
+        return [by_shard(layout, self.held[d], values[d], Number) if d in values else 0 for d in self.dims]
 
 
 class LocalWindows(NamedTuple):
@@ -89,8 +76,8 @@ class LocalWindows(NamedTuple):
 
 @dataclass(frozen=True)
 class StretchedCall:
-    """A call on stretches: the layouts that its tensors want (None: the shape alone is asked for), those of its results, and
-    that of the plane. What depends on these alone is worked out once."""
+    """A call on stretches: the layouts that its tensors want (None: the shape alone is asked for), those of its results, that
+    of the plane, and the shape of each rank's first result. What depends on these alone is worked out once."""
 
     plane: Plane
     words: dict[str, Any]
@@ -100,6 +87,7 @@ class StretchedCall:
     kernel: Kernel
     fill: Any
     numbers: list[Number | int]
+    shape: PerRank
 
     @cached_property
     def halos(self) -> tuple[Halo, ...]:
@@ -125,11 +113,6 @@ class StretchedCall:
     def crossings(self) -> int:
         """How often rows cross: where the plane is read, and where its gradient goes back."""
         return (None not in self.wants.values()) + self.gives_back
-
-    @cached_property
-    def shape(self) -> PerRank:
-        """The shape of each rank's first result."""
-        return PerRank(self.results[0].local_shape)
 
     @cached_property
     def stretch(self) -> PerRank:
@@ -159,32 +142,32 @@ def _function(row: Rule, way: LocalWindows, call: Call) -> Proposal | Rule | Non
 
 def _choice(row: Rule, way: LocalWindows, call: Call) -> StretchedCall | None:
     """The call on stretches; None where no dim of the plane is sharded, or this way is none for it."""
-    mask = call.arguments.get("output_mask")
-    several = [call.arguments.get(name) for name in (_source(call), "grad_output")]
-    if (
-        call.arguments.get("transposed")
-        or (mask and mask[2])
-        or not any(_intervals_of(t, d) for t in several for d in _dims(call))
-    ):
+    name, (*_, bias) = _source(call), call.arguments.get("output_mask", (False,))
+    several = [call.arguments.get(each) for each in (name, "grad_output")]
+    is_sharded = any(_intervals_of(t, d) for t in several for d in _dims(call))
+    if call.arguments.get("transposed") or bias or not is_sharded:
         return None
     if any(isinstance(t, SymbolicLayout) for t in call.tensors):
         raise Unsettled("which rows are sent depends on the size of a plane: it has to be specialised")
     if not all(all(t.shape) for t in call.tensors):
         return None
     plane = _plane(call)
-    inner = _inner(call, plane, {"padding": plane.unpadded(), **way.words(call, plane)})
+    padding = [0 if d in plane.held else along.pad for d, along in zip(plane.dims, plane.windows, strict=True)]
+    inner = _inner(call, plane, {"padding": padding, **way.words(call, plane)})
     decision = decide(row, inner)
     if decision.program is not None:
         return None
     moved = {i: want for i, _, want in decision.moves}
     wants = {name: moved.get(i, inner.tensors[i]) for name, i in _slots(call).items()}
     wants = {name: _placed(want, plane, _ROLES.get(name, "")) for name, want in wants.items()}
-    source = wants[_source(call)]
+    source = wants[name]
     results = tuple(_placed(t, plane, role) for t, role in zip(decision.results, _roles(call), strict=True) if t is not None)
     kernel = way.kernel(plane, decision.kernel or call.op, call)
-    asked = {name: want if name != _source(call) or _reads(call) else None for name, want in wants.items()}
+    reads = "grad_output" not in call.arguments or ("weight" in call.arguments and bool(call["output_mask"][1]))
+    asked: dict[str, Layout | None] = {**wants, **({} if reads else {name: None})}
     fill, numbers = way.fill(source.dtype) if way.fill else 0, way.numbers(call, plane, source)
-    return StretchedCall(plane, inner.arguments, asked, results, source, kernel, fill, numbers)
+    shape = PerRank(results[0].local_shape)
+    return StretchedCall(plane, inner.arguments, asked, results, source, kernel, fill, numbers, shape)
 
 
 def _source(call: Call) -> str:
@@ -194,11 +177,6 @@ def _source(call: Call) -> str:
 def _slots(call: Call) -> dict[str, int]:
     """Which of its tensors the arguments of a call are."""
     return {name: slot for name, slot in zip(call.tensor_names, call.slots, strict=True) if slot is not None}
-
-
-def _reads(call: Call) -> bool:
-    """Whether the values of the plane are asked for, not its shape alone."""
-    return "grad_output" not in call.arguments or ("weight" in call.arguments and bool(call["output_mask"][1]))
 
 
 def _roles(call: Call) -> list[str]:
