@@ -15,6 +15,7 @@ from .errors import (
     OperatorError,
     PipelineError,
     PlanError,
+    RankError,
     RematError,
     ShardwiseError,
     WorldError,
@@ -51,4 +52,4 @@ __all__ += ["Pipeline", "Schedule", "pipeline", "remat", "remat_module", "save"]
 __all__ += ["grouped_mm", "int_pow", "ring_attention"]
 __all__ += ["cache_clear", "cache_info", "rule"]
 __all__ += ["ArgumentError", "LayoutError", "MeshError", "MissingFileError", "OperatorError", "PlanError", "ShardwiseError"]
-__all__ += ["CommunicationError", "CompileError", "MismatchError", "PipelineError", "RematError", "WorldError"]
+__all__ += ["CommunicationError", "CompileError", "MismatchError", "PipelineError", "RankError", "RematError", "WorldError"]
