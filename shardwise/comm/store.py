@@ -34,9 +34,11 @@ def topic_store(topic: str) -> Any:
     return job_store(f"shardwise/{topic}/{times[topic]}")
 
 
-def wait_for(store: Any, keys: list[str], trouble: Callable[[float], str], seconds: float = math.inf) -> str:
-    """Wait until all keys are in a store, so many seconds at most. Nothing, or why they will not come, as `trouble` says, which
-    is now and then given the seconds waited so far."""
+def wait_for(
+    store: Any, keys: list[str], trouble: Callable[[float], str], seconds: float = math.inf, pause: float = _PAUSE
+) -> str:
+    """Wait until all keys are in a store, so many seconds at most, with such pauses. Nothing, or why they will not come, as
+    `trouble` says, which is now and then given the seconds waited so far."""
     start = looked = now = time.monotonic()
     while not store.check(keys) and now - start <= seconds:
         now = time.monotonic()
@@ -44,7 +46,7 @@ def wait_for(store: Any, keys: list[str], trouble: Callable[[float], str], secon
             looked = now
             if why := trouble(now - start):
                 return why
-        time.sleep(min(_PAUSE, (now - start) / 4))
+        time.sleep(min(pause, (now - start) / 4))
     return ""
 
 

@@ -96,22 +96,15 @@ def _shapes() -> set[Shape]:
     return made_shapes("processes" if dist.is_available() and dist.is_initialized() else "simulated")
 
 
-def _has_form(facts: dict[str, Any]) -> bool:
-    """Whether facts have the form of those that `_facts` gives."""
-    meshes = facts.get("meshes")
-    return (
-        all(type(facts.get(name)) is str for name in (*_versions(), "processor"))
-        and type(meshes) is list
-        and all(type(shape) is dict and all(type(size) is int and size > 0 for size in shape.values()) for shape in meshes)
-    )
-
-
 def _check(facts: dict[str, Any], source: str, mesh: Mesh | None) -> None:
-    """Refuse a file for other versions or meshes than those here."""
-    if not _has_form(facts):
+    """Refuse a file whose facts are not such as `_facts` gives, or that is for other versions or meshes than those here."""
+    meshes: Any = facts.get("meshes")
+    has_texts = all(type(facts.get(name)) is str for name in (*_versions(), "processor"))
+    has_meshes = type(meshes) is list and all(type(shape) is dict for shape in meshes)
+    if not has_texts or not has_meshes or any(type(n) is not int or n < 1 for shape in meshes for n in shape.values()):
         raise CompileError(f"{source} does not say what it is for; save the artifacts again with this library")
     check_versions(facts, _versions(), source, "compile and save it again")
-    shapes = {tuple(shape.items()) for shape in facts["meshes"]}
+    shapes = {tuple(shape.items()) for shape in meshes}
     ours = _shapes() if mesh is None else {tuple(mesh.axis_sizes.items())}
     if shapes and not shapes & ours:
         here = f"here is {_as_text(ours)}; make such a mesh first, or compile and save for this one"
@@ -159,14 +152,13 @@ def _contribute(own: CompiledPrograms, names: list[str], timeout: float) -> None
 
 
 def _wait(post: Post, name: str, rank: int, timeout: float) -> bytes:
-    def give_up(waited: float) -> str | None:
+    def trouble(waited: float) -> str:
+        if error := post.get("error"):
+            return _FAILED.format(error.decode())
         late = f"save_artifacts: nothing from rank {rank} within {timeout:g} s; call it on every rank of the job"
-        return late if waited > timeout else None
+        return late if waited > timeout else ""
 
-    found, data = post.wait((name, "error"), give_up)
-    if found == "error":
-        raise CompileError(_FAILED.format(data.decode()))
-    return data
+    return post.wait(name, trouble)
 
 
 def _merged(parts: list[CompiledPrograms]) -> CompiledPrograms:

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from ...comm.store import Heartbeat, Pulse, has_ended, store_gone, this_process, topic_store
+from ...comm.store import Heartbeat, Pulse, has_ended, store_gone, this_process, topic_store, wait_for
 from ...errors import CompileError
 
 #: Seconds between two signs of life of a rank that compiles.
@@ -19,8 +18,8 @@ BEAT = 1.0
 #: After so many seconds without one it is taken for dead, on another host: one that lives may be in code that holds Python's
 #: lock for a while, or on a machine with far too much to do. On this host its process is looked for.
 SILENCE = 30.0
-#: Seconds between two looks: at first, and at most.
-_SOON, _LATER = 0.02, 0.5
+#: The longest pause between two looks, in seconds: of many ranks, all look at one store.
+_PAUSE = 0.5
 #: Bytes of one value in the store; torch's TCP store takes at most 8 MiB.
 _CHUNK = 4 << 20
 _REMEDY = "look for its own error in the job's output, and start the job again"
@@ -39,34 +38,23 @@ class Post:
             self.store.set(f"{name}/{index}", chunk)
         self.store.set(name, str(len(chunks)))
 
-    def get(self, name: str) -> bytes | None:
-        """What was left under a name, or None."""
-        if not self.store.check([name]):
-            return None
-        return b"".join(self.store.get(f"{name}/{index}") for index in range(int(self.store.get(name))))
+    def get(self, name: str) -> bytes:
+        """What was left under a name, or nothing."""
+        chunks = int(self.store.get(name)) if self.store.check([name]) else 0
+        return b"".join(self.store.get(f"{name}/{index}") for index in range(chunks))
 
-    def wait(self, names: tuple[str, ...], give_up: Callable[[float], str | None]) -> tuple[str, bytes]:
-        """The first of the names under which something is left, and what; `give_up(seconds)` may tell why to wait no longer."""
-        start, pause = time.monotonic(), _SOON
-        while True:
-            for name in names:
-                found = self.get(name)
-                if found is not None:
-                    return name, found
-            why = give_up(time.monotonic() - start)
-            if why is not None:
-                raise CompileError(why)
-            time.sleep(pause)
-            pause = min(2 * pause, _LATER)
+    def wait(self, name: str, trouble: Callable[[float], str]) -> bytes:
+        """What is left under a name, once it is; `trouble(seconds)` may tell why to wait no longer."""
+        if why := wait_for(self.store, [name], trouble, pause=_PAUSE):
+            raise CompileError(why)
+        return self.get(name)
 
 
 class Election:
     """The first rank to come leads: it compiles, gives signs of life, and publishes its result or its error."""
 
     def __init__(self, key: str, timeout: float) -> None:
-        self.key, self.timeout = key, timeout
-        self._life: Heartbeat | None = None
-        self._leader = "?"
+        self.key, self.timeout, self._leader = key, timeout, "?"
         try:
             self._post = Post(f"compile/{key}")
             self.leads = self._post.store.add("claims", 1) == 1
@@ -78,8 +66,7 @@ class Election:
                 f"rank {dist.get_rank()} cannot ask who compiles program {key}: {store_gone(error, _REMEDY)}"
             ) from None
         self._pulse = Pulse(self._post.store, "beats")
-        if self.leads:
-            self._life = Heartbeat(self._post.store, "beats", BEAT)
+        self._life = Heartbeat(self._post.store, "beats", BEAT) if self.leads else None
 
     def end(self) -> None:
         """Stop telling that this rank lives."""
@@ -98,18 +85,16 @@ class Election:
     def wait(self) -> bytes:
         """What the leader made."""
         try:
-            name, found = self._post.wait(("made", "error"), self._give_up)
+            return self._post.wait("made", self._trouble)
         except dist.DistError as error:
             raise CompileError(f"{self._waiting()}, and {store_gone(error, _REMEDY)}") from None
-        if name == "error":
-            self._leader = (self._post.get("leader") or b"?").decode()
-            raise CompileError(f"{self._waiting()}, and it failed there with {found.decode()}")
-        return found
 
-    def _give_up(self, waited: float) -> str | None:
-        self._leader = (self._post.get("leader") or b"?").decode()
-        silent, process = self._pulse.silence(), self._post.get("process")
-        ended = None if process is None else has_ended(process.decode())
+    def _trouble(self, waited: float) -> str:
+        leader, process, error = (self._post.get(name).decode() for name in ("leader", "process", "error"))
+        self._leader = leader or "?"
+        if error:
+            return f"{self._waiting()}, and it failed there with {error}"
+        silent, ended = self._pulse.silence(), has_ended(process) if process else None
         if ended or (ended is None and silent > SILENCE):
             return (
                 f"{self._waiting()} for {waited:.1f} s, and has not heard of it for {silent:.1f} s: its process has ended or "
@@ -120,7 +105,7 @@ class Election:
                 f"{self._waiting()} for {waited:.1f} s, and it has not finished; allow more than timeout={self.timeout:g} s "
                 "in sw.compile, or ship what an earlier job compiled (sw.save_artifacts, sw.load_artifacts)"
             )
-        return None
+        return ""
 
     def _waiting(self) -> str:
         return f"rank {dist.get_rank()} waited for rank {self._leader} to compile program {self.key}"

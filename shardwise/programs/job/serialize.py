@@ -7,7 +7,9 @@ plain JSON: both are checked before anything is unpacked. The digest detects dam
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import platform
@@ -80,14 +82,9 @@ def unpack(data: bytes, source: str, check: Callable[[dict[str, Any]], None]) ->
     stop = start + 8 + int.from_bytes(data[start : start + 8], "little")
     header = _read_header(data[start + 8 : stop], source)
     check(header.facts)
-    rest = _expanded(data[stop:], sum(header.sizes), source)
-    parts, at = [], 0
-    for size in header.sizes:
-        parts.append(bytes(rest[at : at + size]))
-        at += size
-    count = len(header.artifacts)
-    names = [name for name, _ in header.libraries]
-    return CompiledPrograms(header.facts, tuple(parts[:count]), dict(zip(names, parts[count:], strict=True)))
+    body = io.BytesIO(_expanded(data[stop:], sum(header.sizes), source))
+    artifacts = tuple([body.read(size) for size in header.artifacts])
+    return CompiledPrograms(header.facts, artifacts, {name: body.read(size) for name, size in header.libraries})
 
 
 def _read_header(text: bytes, source: str) -> _Header:
@@ -107,19 +104,16 @@ def _read_header(text: bytes, source: str) -> _Header:
     return header
 
 
-def _expanded(body: bytes, size: int, source: str) -> memoryview:
+def _expanded(body: bytes, size: int, source: str) -> bytes:
     """The body, if it holds as many bytes as the header says."""
-    wrong = _damaged(source, f"its {len(body)} bytes of programs do not hold the {size} that its header tells of")
-    if size > _MOST_PER_BYTE * len(body):
-        raise CompileError(wrong)
-    expand = zlib.decompressobj()
-    try:
-        found = expand.decompress(body, size + 1)
-    except zlib.error:
-        raise CompileError(wrong) from None
-    if len(found) != size or not expand.eof or expand.unused_data:
-        raise CompileError(wrong)
-    return memoryview(found)
+    expand, found = zlib.decompressobj(), None
+    if size <= _MOST_PER_BYTE * len(body):
+        with contextlib.suppress(zlib.error):
+            found = expand.decompress(body, size + 1)
+    if found is None or len(found) != size or not expand.eof or expand.unused_data:
+        text = f"its {len(body)} bytes of programs do not hold the {size} that its header tells of"
+        raise CompileError(_damaged(source, text))
+    return found
 
 
 def _damaged(source: str, what: str) -> str:
