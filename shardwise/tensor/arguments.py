@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import SymInt, Tensor
 
-from .._torch.tensors import dispatch_modes, format_like, no_modes, probe, quick_call, raw_call, runs_on_hosts
+from .._torch.tensors import dispatch_modes, format_like, no_modes, probe, quick_call, raw_call, runs_on_hosts, tree_map_only
 from ..base.caches import new_cache
 from ..base.schema import Schema, schema_of
 from ..comm import transport
@@ -155,15 +156,12 @@ def _as_convolved(outs: list[Any], x: Layout, weight: Layout) -> list[Any]:
     """Results of a convolution in the memory format that its kernels give them: channels_last if the input or the weight are.
     Kernels for tensors without data have another rule."""
     formats = {format_like(_without_data(layout)) for layout in (x, weight)} - {torch.contiguous_format}
-    dims = len(x.shape)
-    if x.dtype is torch.float64 and (x.mesh.device != "cpu" or dims > 4):  # kernels of which want it contiguous
+    if x.dtype is torch.float64 and (x.mesh.device != "cpu" or x.ndim > 4):  # kernels of which want it contiguous
         formats = set()
-    chosen = next(iter(formats), torch.contiguous_format)
-    has_format = [isinstance(out, Tensor) and out.ndim == dims for out in outs]
-    return [
-        torch.empty(out.shape, dtype=out.dtype, device="meta", memory_format=chosen) if has else out
-        for out, has in zip(outs, has_format, strict=True)
-    ]
+    facts: Any = {"device": "meta", "memory_format": next(iter(formats), torch.contiguous_format)}
+    has_format = [isinstance(out, Tensor) and out.ndim == x.ndim for out in outs]
+    pairs = zip(outs, has_format, strict=True)
+    return [torch.empty(out.shape, dtype=out.dtype, **facts) if has else out for out, has in pairs]
 
 
 def check_outs(operator: Operator, given: Arguments) -> None:
@@ -191,9 +189,9 @@ def _writes_results(operator: Operator, inputs: dict[str, Any]) -> bool:
     return True
 
 
-def _empty(out: Any) -> Any:
-    """An `out=` of a dtype, that takes any shape."""
-    return [_empty(item) for item in out] if isinstance(out, list | tuple) else torch.empty(0, dtype=out.dtype, device="meta")
+def _empty(outs: Any) -> Any:
+    """What stands for an `out=` of a dtype, and takes any shape."""
+    return tree_map_only((Tensor, Layout), lambda out: torch.empty(0, dtype=out.dtype, device="meta"), outs)
 
 
 def _without_data(value: Any) -> Any:
@@ -206,8 +204,6 @@ def _without_data(value: Any) -> Any:
 
 # ── what torch itself says ────────────────────────────────────────────────────────────────────────────────────────────
 
-#: dtypes of masks.
-MASKS = {torch.bool, torch.uint8}
 #: Elements, of all tensors together, up to which torch's own operator is asked about a call.
 ASKED = 2**16
 
@@ -225,7 +221,7 @@ def ask_torch(operator: Operator, given: Arguments, kind: type[Exception] = Exce
     known = len(sizes) == len(given.layouts) and sum(sizes) <= ASKED and (here or 0 in sizes)
     if not known or not _checks_its_arguments(func, all(dtype.is_floating_point for dtype in dtypes)):
         return None
-    if dtypes & MASKS:  # what fits depends on how much a mask selects
+    if dtypes & {torch.bool, torch.uint8}:  # masks: what fits depends on how much they select
         kind = NotImplementedError
     arguments = _shown(operator.schema, given)
     with contextlib.suppress(Exception):  # its kernels raise as well, and tell better why
@@ -234,7 +230,7 @@ def ask_torch(operator: Operator, given: Arguments, kind: type[Exception] = Exce
     for number in (0, 1):  # an index, or a pivot that counts from one
         try:
             with torch.no_grad():
-                func(**{name: _stand_in(value, number) for name, value in arguments.items()})
+                func(**tree_map_only(Layout, partial(_stand_in, number), arguments))
         except Exception as error:
             other = isinstance(error, Warning) or (isinstance(error, NotImplementedError) and not here)
             if number and isinstance(error, kind) and not other:
@@ -253,16 +249,12 @@ def _checks_its_arguments(func: Any, of_floats: bool) -> bool:
     return known and not schema_of(func).random and not internal
 
 
-def _stand_in(value: Any, number: int) -> Any:
+def _stand_in(number: int, layout: Layout) -> Tensor:
     """A tensor as a layout says, with values that most operators take: invertible matrices, probabilities, indices."""
-    if isinstance(value, tuple):
-        return [_stand_in(item, number) for item in value]
-    if not isinstance(value, Layout):
-        return value
-    continuous = value.dtype.is_floating_point or value.dtype.is_complex
-    if value.ndim < 2 or not continuous:
-        return torch.full(value.shape, 1 if continuous else number, dtype=value.dtype)
-    return torch.eye(*value.shape[-2:], dtype=value.dtype).expand(value.shape).clone()
+    continuous = layout.dtype.is_floating_point or layout.dtype.is_complex
+    if layout.ndim < 2 or not continuous:
+        return torch.full(layout.shape, 1 if continuous else number, dtype=layout.dtype)
+    return torch.eye(*layout.shape[-2:], dtype=layout.dtype).expand(layout.shape).clone()
 
 
 class Quickest:
@@ -289,15 +281,10 @@ def _quickest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kinds = (func, *[_kind(value) for value in (*args, *kwargs.values())], *kwargs)
     found = _quick_calls.entries.get(kinds)
     if found is None:
-        found = quick_call(func, [_probed(value) for value in args], {name: _probed(value) for name, value in kwargs.items()})
+        probes = tree_map_only(Tensor, lambda x: probe(x.shape, x.stride(), x.dtype), (list(args), kwargs))
+        found = quick_call(func, *probes)
         _quick_calls.put(kinds, found)
     return found
-
-
-def _probed(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_probed(item) for item in value]
-    return probe(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 
 def _kind(value: Any) -> Any:

@@ -1,8 +1,7 @@
 """What happens to one operator: key → decision → moves → local call → wrapped results. No operator is named here.
 
 On a known call the path is one tuple, one look-up, and a program, or the local operator and one wrapper. All else is in
-`_general`.
-`cls` is the tensor subclass; its instances carry `_local` and `_layout`.
+`_general`. `cls` is the tensor subclass; its instances carry `_local` and `_layout`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import SymInt, Tensor
 
 from .._torch.compiler import untraced
 from .._torch.symbols import rebuilt
-from .._torch.tensors import dispatch_modes, no_dispatch, no_modes, raw_call
+from .._torch.tensors import dispatch_modes, no_dispatch, no_modes, raw_call, tree_map_only
 from ..base.caches import new_cache
 from ..base.schema import Schema
 from ..comm import transport
@@ -36,7 +35,6 @@ from .wrapping import maker, sever, wrap
 _decisions = new_cache("decisions", limit=8192)
 _known = _decisions.entries
 _PLAIN = frozenset((int, bool, type(None), str, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format))
-
 
 #: Ends the key of a call that writes to a plain tensor, which is else taken as a replicated one.
 WRITES_PLAIN = "writes to a plain tensor"
@@ -154,9 +152,8 @@ class Known:
         self.edits = tuple((facts.names.index(name), value) for name, value in decision.edits.items())
         self.per_rank = any([isinstance(value, PerRank) for value in decision.edits.values()])
         self.makers = self._makers(cls, len(given.positional))
-        self.maker: Any
-        self.layout: Layout | None
-        self.maker, self.layout = self.makers[0] if self.makers and len(self.makers) == 1 else (None, None)
+        single: Any = self.makers[0] if self.makers and len(self.makers) == 1 else (None, None)
+        self.maker, self.layout = single
 
     def _makers(self, cls: Any, positional: int) -> tuple[tuple[Any, Layout], ...] | None:
         decision, facts = self.decision, self.schema
@@ -294,18 +291,13 @@ def _symbolic(cls: Any, operator: Operator, args: tuple[Any, ...], kwargs: dict[
     try:
         decision = _decide(operator, given)
         sizes = [size for holder, at in given.places for size in holder[at].shape]
-        edits = {name: _rebuilt(value, sizes) for name, value in decision.edits.items()}
-        decision = replace(decision, edits=edits)
-        known = Known(cls, decision, operator, given)
+        edits = tree_map_only(SymInt, lambda size: rebuilt(size, sizes), decision.edits)
+        known = Known(cls, replace(decision, edits=edits), operator, given)
         if _passes_by_number(known, given):
             known.call = Exact(known, given)
         return _run(cls, known, args, kwargs, given)
     except (Unsettled, NotImplementedError):
         return dispatch(cls, operator.func, (), _specialised(args), _specialised(kwargs))
-
-
-def _rebuilt(value: Any, sizes: list[Any]) -> Any:
-    return [rebuilt(item, sizes) for item in value] if isinstance(value, list | tuple) else rebuilt(value, sizes)
 
 
 def _has_symbols(key: Sequence[Any]) -> bool:
@@ -435,16 +427,13 @@ def _locally(call: Callable[..., Any], known: Known, given: Arguments) -> Any:
 
 def _check_writes(cls: Any, facts: Schema, args: Any, kwargs: Any) -> None:
     for name, value in facts.named(args, kwargs).items():
-        for item in value if isinstance(value, list | tuple) else (value,):
-            if name in facts.written and isinstance(item, cls) and item.severed:
-                _refuse_write(facts, item)
-
-
-def _refuse_write(facts: Schema, x: Any) -> None:
-    raise OperatorError(
-        f"{facts.name} writes to {x._layout}, a view that data had to move for, so the write would not reach the tensor it "
-        "is a view of; redistribute that tensor first, clone the view, or assign (x[i] = x[i] + 1 in place of x[i] += 1)"
-    )
+        for x in value if isinstance(value, list | tuple) else (value,):
+            if name in facts.written and isinstance(x, cls) and x.severed:
+                raise OperatorError(
+                    f"{facts.name} writes to {x._layout}, a view that data had to move for, so the write would not reach the "
+                    "tensor it is a view of; redistribute that tensor first, clone the view, or assign (x[i] = x[i] + 1 in "
+                    "place of x[i] += 1)"
+                )
 
 
 def _write(target: Tensor, value: Tensor) -> Tensor:
