@@ -84,7 +84,7 @@ print(result.layout)
 #
 # Where ranks have to talk to one another in the middle of the operator (scans, windows, ring attention), `program=`
 # is a function on DTensors that runs in place of it. It gets a toolbox with `move` and the transport's verbs.
-# `shardwise/rules/scan.py` is a short one.
+# `_scan` of `shardwise/rules/sorting.py` is a short one.
 #
 # ## Then
 #

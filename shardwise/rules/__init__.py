@@ -21,8 +21,7 @@ In the order of imports, which go down only:
     spatial         rows: interpolation, padding, sampling, columns
     recurrent       rows: fused recurrent layers and cells
     reduction       rows: reductions, also over sharded dims and empty shards; one Python number or truth value
-    scan            rows: running sums, products and extremes
-    sorting         rows: sorting, searching, counting
+    sorting         rows: running sums, products and extremes; sorting, searching, counting
     linalg          rows: linear algebra of matrices, distances, Fourier transforms
     normalisation   rows: softmax and normalisation
     foreach         rows: lists of tensors, element by element: foreach and fused optimizers

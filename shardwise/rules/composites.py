@@ -82,13 +82,8 @@ def _pad(go_on: Callable[..., Any], data: Tensor, counts: Tensor, batch_first: b
 # ── out= ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 #: Given any tensor subclass, they take another way, on which nothing is written.
-LOSE_OUT = (
-    aten.kron.out,
-    aten.linalg_matrix_rank.out,
-    aten.linalg_matrix_rank.atol_rtol_tensor_out,
-    aten.linalg_matrix_rank.atol_rtol_float_out,
-    aten.linalg_matrix_rank.out_tol_tensor,
-)
+_RANK = aten.linalg_matrix_rank
+LOSE_OUT = (aten.kron.out, _RANK.out, _RANK.atol_rtol_tensor_out, _RANK.atol_rtol_float_out, _RANK.out_tol_tensor)
 
 
 def _into_out(op: Any, go_on: Callable[..., Any], *args: Any, out: Tensor, **kwargs: Any) -> Any:

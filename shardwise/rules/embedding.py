@@ -6,27 +6,22 @@ Bags of rows: columns may be sharded, and rows too unless the largest of a bag i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import OperatorError
-from ..layouts.from_placements import make_layout
 from ..layouts.layout import Layout, whole
-from ..layouts.placement import Replicate
 from ..propagation.notation import Call, Proposal
 from ..propagation.table import rule
 from ..tensor.toolbox import Toolbox
 from .shard_position import OUTSIDE, ShardPosition, at_least_one, keep, reading
 
-
-def _rows(call: Call, wants: Sequence[Layout]) -> Any:
-    return reading(wants[0], 0, 1, call.op)
-
-
-rule("embedding", "v d, ... -> ... d", linear=((0,),), passes="all", kernel=_rows)
-rule("embedding_dense_backward", "... d, ... -> v d", linear=((0,),), whole="...?scale_grad_by_freq")
+_table = partial(rule, linear=((0,),))
+_table("embedding", "v d, ... -> ... d", passes="all", kernel=lambda call, wants: reading(wants[0], 0, 1, call.op))
+_table("embedding_dense_backward", "... d, ... -> v d", whole="...?scale_grad_by_freq")
 
 
 def _refuse_sparse(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,21 +49,15 @@ def _bags(tools: Toolbox, op: Any, weight: Any, indices: Any, offsets: Any, *res
     rows = have.dims[0] if mode != MAX and len(have.dims[0]) == 1 else (whole(have.shape[0]),)
     partials = [item for item in have.partials if mode != MAX and item[1] in ("sum", "avg")]
     held = have.replace(dims=[rows, have.dims[1]], partials=partials)
-    kernel = _own_rows(op, words, ShardPosition(held, 0)) if held.axes_of(0) else _all_rows(op, words)
+    own = _own_rows(op, words, ShardPosition(held, 0)) if held.axes_of(0) else None
+    kernel = own or (lambda w, i, offsets, samples, _: op(w, i, offsets, *words[:3], samples, *words[3:]))
     outs = tools.each(kernel, mesh, tools.move(weight, held), *plain, tools.offset(held, 0))
     summed = [*partials, *((axis, "sum") for axis in held.axes_of(0))]
     bags = Layout.of(mesh, [[whole(outs[0].shape[0])], held.dims[1]], summed, held.dtype)
-    others = [make_layout(x.shape, mesh, [Replicate()] * mesh.ndim, x.dtype) for x in outs[1:]]
+    others = [Layout.of(mesh, [[whole(n)] for n in x.shape], (), x.dtype) for x in outs[1:]]
     if mode == MAX:
         others[-1] = Layout.of(mesh, bags.dims, (), outs[-1].dtype)
     return tuple(tools.wrap(x, layout) for x, layout in zip(outs, (bags, *others), strict=True))
-
-
-def _all_rows(op: Any, words: list[Any]) -> Any:
-    def kernel(weight: Tensor, indices: Tensor, offsets: Tensor, samples: Any, _: Tensor) -> Any:
-        return op(weight, indices, offsets, *words[:3], samples, *words[3:])
-
-    return kernel
 
 
 def _own_rows(op: Any, words: list[Any], shard: ShardPosition) -> Any:
@@ -115,8 +104,8 @@ def _dense_only(call: Call) -> Proposal | None:
     return Proposal((), (), program=_refuse_sparse) if call["sparse"] else None
 
 
-rule("_embedding_bag_backward", "b d, i, o, i, q, m d, i -> v d", linear=((0,),), whole="b i o q m", function=_dense_only)
-rule("_embedding_bag_dense_backward", "b d, i, i, q, m d, i -> v d", linear=((0,),), whole="b i q m")
+_table("_embedding_bag_backward", "b d, i, o, i, q, m d, i -> v d", whole="b i o q m", function=_dense_only)
+_table("_embedding_bag_dense_backward", "b d, i, i, q, m d, i -> v d", whole="b i q m")
 rule(
     "_embedding_bag_per_sample_weights_backward",
     "b d, v d, i, o, p -> i",

@@ -25,10 +25,6 @@ aten = torch.ops.aten
 # ── kernels ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _read(call: Call, wants: Sequence[Layout]) -> Any:
-    return reading(wants[0], call.dims("dim")[0], 2, call.op)
-
-
 def _write(call: Call, wants: Sequence[Layout]) -> Any:
     """Write the rows that this rank holds, and the others to a spare row."""
     (dim,) = call.dims("dim")
@@ -101,7 +97,9 @@ def _if_without_dims(call: Call) -> Proposal | None:
 
 # ── rows along a dim ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-_reads = partial(rule, linear=((0,),), passes="all", kernel=_read)
+_reads = partial(
+    rule, linear=((0,),), passes="all", kernel=lambda call, wants: reading(wants[0], call.dims("dim")[0], 2, call.op)
+)
 _reads("gather", "...[dim=s], ...[dim=t] -> ...[dim=t]", function=partial(_if_sizes_differ, _gather_corner))
 _reads("index_select", "...[dim=s], t -> ...[dim=t]", function=_if_without_dims)
 

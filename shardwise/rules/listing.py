@@ -33,13 +33,8 @@ def _rows(pattern: str) -> Iterator[tuple[list[str], str, Rule]]:
     for name, row in TABLE.items():
         rows.setdefault((PLACES[name], id(row)), []).append(name)
     found = [names for names in rows.values() if not pattern or any(_matches(name, pattern) for name in names)]
-    for names in sorted(found, key=lambda names: _by_file_and_line(PLACES[names[0]])):
+    for names in sorted(found, key=lambda names: PLACES[names[0]].rpartition(":")[0]):
         yield names, PLACES[names[0]], TABLE[names[0]]
-
-
-def _by_file_and_line(place: str) -> tuple[str, int]:
-    path, _, line = place.rpartition(":")
-    return path, int(line)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -26,11 +26,7 @@ def _expanded(call: Call, wants: Sequence[Layout]) -> Any:
     if wants[0].shape == wants[1].shape[:1]:
         return None
     op = call.op
-
-    def kernel(added: Tensor, matrix: Tensor, vector: Tensor, **scales: Any) -> Tensor:
-        return op(added.expand(matrix.shape[0]), matrix, vector, **scales)
-
-    return kernel
+    return lambda added, matrix, vector, **scales: op(added.expand(matrix.shape[0]), matrix, vector, **scales)
 
 
 def _whole_scales(call: Call, wants: Sequence[Layout]) -> Any:
@@ -59,8 +55,7 @@ rule("_int_mm", "m k, k n -> m n")
 
 def _grouped(call: Call) -> Rule:
     dims = call["self"].ndim, call["mat2"].ndim
-    inputs, outputs = parse(GROUPED[dims])
-    row = Rule(inputs, outputs, linear=((0,), (1,)), whole=frozenset("o"), kernel=lambda call, wants: product)
+    row = Rule(*parse(GROUPED[dims]), linear=((0,), (1,)), whole=frozenset("o"), kernel=lambda call, wants: product)
     return row if dims == (3, 3) else replace(row, kernel=partial(_products, dims))
 
 
@@ -97,9 +92,8 @@ def _of_experts(x: Tensor, w: Tensor, expert: tuple[Tensor, Tensor], rest: Seque
     return keep(out[order.argsort()], mine[:, None])
 
 
-def _grouped_shape(arguments: dict[str, Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    x, w, offsets = arguments["self"], arguments["mat2"], arguments["offs"]
-    return [(shape(x, w, offsets), arguments["out_dtype"] or x.dtype)]
-
-
-rule("_grouped_mm shardwise::grouped_mm", function=_grouped, gives=_grouped_shape)
+rule(
+    "_grouped_mm shardwise::grouped_mm",
+    function=_grouped,
+    gives=lambda a: [(shape(a["self"], a["mat2"], a["offs"]), a["out_dtype"] or a["self"].dtype)],
+)

@@ -118,13 +118,12 @@ rule(
 # ── everything passes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _same(call: Call) -> Proposal:
-    """The layout of the argument, whatever it is; these are views, so nothing may move."""
-    layout, one = call.tensors[0], call.results[0]
-    return Proposal((layout,), (layout.replace(dtype=one.dtype, stride=one.stride),))
+def _as(call: Call, layout: Layout) -> Proposal:
+    """The layout that is wanted of the argument for the result, whatever it is."""
+    return Proposal((layout,), (call.result(0, layout.dims, layout.partials),))
 
 
-rule("alias detach lift_fresh", function=_same)
+rule("alias detach lift_fresh", function=lambda call: _as(call, call.tensors[0]))  # views, so nothing may move
 # One that is only marked as a conjugate or a negative would be read as it lies in memory: below dispatch nobody asks.
 rule("_conj", "... -> ...", linear=((0,),), passes="product", kernel=lambda *_: torch.conj_physical, copies=True)
 rule("_neg_view", "... -> ...", linear=((0,),), passes="down float", kernel=lambda *_: torch.neg, copies=True)
@@ -148,7 +147,7 @@ def _to_copy(call: Call) -> Proposal:
         if layout.dtype.is_floating_point and one.dtype.is_floating_point:
             kept += ("max", "min")  # rounding keeps the order
         layout = layout.replace(partials=[(axis, kind) for axis, kind in layout.partials if kind in kept])
-    return Proposal((layout,), (layout.replace(dtype=one.dtype, stride=one.stride),))
+    return _as(call, layout)
 
 
 rule("_to_copy", function=_to_copy)

@@ -318,10 +318,6 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> tuple[Tenso
     return out.to(query.dtype), lse
 
 
-def _shapes_backward(*given: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in given[1:4])
-
-
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *given, ctx.is_causal, ctx.scale = inputs
     ctx.save_for_backward(*given, *output)
@@ -342,6 +338,6 @@ def _refuse(ctx: Any, *grads: Tensor) -> Any:
 torch.library.impl("shardwise::ring_attention", "CompositeExplicitAutograd", _alone)
 torch.library.impl("shardwise::ring_attention_backward", "CompositeExplicitAutograd", _alone_backward)
 torch.library.register_fake("shardwise::ring_attention", _shapes)
-torch.library.register_fake("shardwise::ring_attention_backward", _shapes_backward)
+torch.library.register_fake("shardwise::ring_attention_backward", lambda *given: tuple(map(torch.empty_like, given[1:4])))
 torch.library.register_autograd("shardwise::ring_attention", _differentiated, setup_context=_remember)
 torch.library.register_autograd("shardwise::ring_attention_backward", _refuse)

@@ -1,7 +1,9 @@
-"""Sorting, searching and counting: sorting needs the whole dim; counts of each shard's elements are a partial sum."""
+"""Scans, sorting, searching and counting. A scan of a sharded dim is a local scan plus the carry of the shards before; sorting
+needs the whole dim; counts of each shard's elements are a partial sum."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +16,110 @@ from ..propagation.notation import Call, Proposal, Rule, parse
 from ..propagation.table import rule
 from ..tensor.toolbox import Toolbox
 from .reduction import reduced
-from .scan import gathered_pair
 
 aten = torch.ops.aten
+
+# ── scans: sums and products ──────────────────────────────────────────────────────────────────────────────────────────
+
+#: How a scan continues: what a shard that is not before contributes, the total of some shards, a scan plus a carry.
+SCANS: dict[str, tuple[float, Callable[[Tensor, int], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "sum": (0, lambda x, dim: x.sum(dim, keepdim=True, dtype=x.dtype), torch.add),
+    "product": (1, lambda x, dim: x.prod(dim, keepdim=True, dtype=x.dtype), torch.mul),
+    "logsumexp": (-torch.inf, lambda x, dim: x.logsumexp(dim, keepdim=True), torch.logaddexp),
+}
+
+
+def _scan(kind: str, tools: Toolbox, op: Any, x: Any, dim: int, **words: Any) -> Any:
+    """Every shard scans its own and gives its last row, the total; all get all totals, and carry those before their own."""
+    x = reduced(tools, x)
+    layout, dim = tools.layout(x), dim % x.ndim
+    # A shard that is no one interval has several totals; a complex logarithm is one of many, which one the order decides.
+    if len(layout.dims[dim]) > 1 or (kind == "logsumexp" and x.is_complex()):
+        return op(tools.move(x, layout.without(layout.axes_of(dim))), dim, **words)
+    own = tools.each(lambda x: op(x, dim, **words).contiguous(), layout.mesh, x)
+    rows = _at_most(1, layout, dim).replace(dtype=own.dtype)
+    totals = tools.wrap(tools.each(_last_row, layout.mesh, own, dim), rows)
+    every = tools.move(totals, rows.without(layout.axes_of(dim)))
+    local = tools.each(_carried, layout.mesh, own, every, tools.offset(rows, dim), dim, kind)
+    return tools.wrap(local, layout.replace(dtype=own.dtype, stride=None))
+
+
+def _at_most(count: int, layout: Layout, dim: int) -> Layout:
+    """A layout of so many rows of each shard along a dim, or of all where it has fewer."""
+    factor = layout.dims[dim][0]
+    sizes = tuple(min(size, count) for size in factor.sizes)
+    rows = Factor(sum(sizes), factor.axes, sizes)
+    return layout.replace(dims=[(rows,) if d == dim else own for d, own in enumerate(layout.dims)], stride=None)
+
+
+def _last_row(x: Tensor, dim: int) -> Tensor:
+    held = x.shape[dim]
+    return x.narrow(dim, max(held - 1, 0), min(held, 1)).contiguous()
+
+
+def _carried(own: Tensor, every: Tensor, mine: Tensor, dim: int, kind: str) -> Tensor:
+    identity, total, carry = SCANS[kind]
+    place = torch.arange(every.shape[dim], device=own.device).view([-1 if d == dim else 1 for d in range(own.ndim)])
+    return carry(own, total(torch.where(place < mine, every, identity), dim))
+
+
+rule("cumsum", "...[dim] -> ...[dim]", whole="[]", linear=((0,),), program=partial(_scan, "sum"))
+rule("cumprod", "...[dim] -> ...[dim]", whole="[]", passes="product", program=partial(_scan, "product"))
+rule("logcumsumexp", "...[dim] -> ...[dim]", whole="[]", program=partial(_scan, "logsumexp"))
+
+# ── scans: extremes ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _gathered_pair(tools: Toolbox, pair: Sequence[Tensor], layout: Layout, axes: Iterable[str]) -> tuple[Tensor, Tensor]:
+    """Two local values of a layout, whatever their dtypes, with some axes gathered by one collective: as bytes side by side."""
+    dtypes = [x.dtype for x in pair]
+    rows = Layout.of(layout.mesh, [*layout.dims, (whole(sum(dtype.itemsize for dtype in dtypes)),)], (), torch.uint8)
+    local = tools.wrap(tools.each(_as_bytes, layout.mesh, *pair), rows)
+    return tools.each(_of_bytes, layout.mesh, tools.move(local, rows.without(axes)), dtypes)
+
+
+def _as_bytes(*several: Tensor) -> Tensor:
+    return torch.cat([x.contiguous().unsqueeze(-1).view(torch.uint8) for x in several], -1)
+
+
+def _of_bytes(x: Tensor, dtypes: list[torch.dtype]) -> tuple[Tensor, ...]:
+    parts = x.split([dtype.itemsize for dtype in dtypes], -1)
+    own = [part.clone(memory_format=torch.contiguous_format) for part in parts]  # a view of other dtype has to be aligned
+    return tuple(part.view(dtype).squeeze(-1) for part, dtype in zip(own, dtypes, strict=True))
+
+
+def _extremes(no_worse: Callable[[Tensor, Tensor], Tensor], tools: Toolbox, op: Any, x: Any, dim: int) -> tuple[Any, Any]:
+    """The same with the index of each extreme: of equal values the last is taken, and nan is the best of all."""
+    x = reduced(tools, x)
+    layout, dim = tools.layout(x), dim % x.ndim
+    if len(layout.dims[dim]) > 1:
+        return op(tools.move(x, layout.without(layout.axes_of(dim))), dim)
+    value, index = tools.each(_numbered, layout.mesh, lambda x: op(x, dim), x, tools.offset(layout, dim))
+    rows = _at_most(1, layout, dim)
+    last = [tools.each(_last_row, layout.mesh, own, dim) for own in (value, index)]
+    every = _gathered_pair(tools, last, rows, layout.axes_of(dim))
+    pairs = [value, index, *every, tools.offset(rows, dim)]
+    value, index = tools.each(_carried_extremes, layout.mesh, op, no_worse, dim, *pairs)
+    return tools.wrap(value, layout.replace(stride=None)), tools.wrap(index, layout.replace(dtype=torch.int64, stride=None))
+
+
+def _numbered(op: Any, x: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+    """The values that an operator finds, and their global indices."""
+    value, index = op(x)
+    return value.contiguous(), (index + offset).contiguous()
+
+
+def _carried_extremes(op: Any, no_worse: Any, dim: int, *pairs: Tensor) -> tuple[Tensor, Tensor]:
+    value, index, values, indices, mine = pairs
+    best, row = op(values, dim)
+    before = (mine - 1).clamp(min=0).view(1)
+    carry, place = best.index_select(dim, before), indices.gather(dim, row).index_select(dim, before)
+    own = (mine == 0) | (value != value) | ((carry == carry) & no_worse(value, carry))
+    return torch.where(own, value, carry), torch.where(own, index, place)
+
+
+rule("cummax", "...[dim] -> ...[dim]", whole="[]", program=partial(_extremes, torch.ge))
+rule("cummin", "...[dim] -> ...[dim]", whole="[]", program=partial(_extremes, torch.le))
 
 # ── orders ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -26,34 +129,22 @@ rule("kthvalue median nanmedian mode", "...[dim] -> ...", whole="[]")
 
 def _few(call: Call) -> Proposal | None:
     """Of a sharded dim every shard gives its own best, if these are few beside the whole dim."""
-    layout = call.tensors[0].reduced()
-    dim = int(call["dim"]) % max(layout.ndim, 1)
+    layout, (dim,) = call.tensors[0].reduced(), call.dims("dim")
     if not (layout.ndim and layout.axes_of(dim) and len(layout.dims[dim]) == 1):
         return None
-    candidates = sum(_at_most(layout.dims[dim][0], call["k"]).sizes)
-    worth = 4 * candidates <= layout.shape[dim]  # an index goes with each of them
+    worth = 4 * _at_most(call["k"], layout, dim).shape[dim] <= layout.shape[dim]  # an index goes with each of them
     return Proposal((), (), program=_topk) if worth else None
-
-
-def _at_most(factor: Factor, count: int) -> Factor:
-    sizes = tuple(min(size, count) for size in factor.sizes)
-    return Factor(sum(sizes), factor.axes, sizes)
 
 
 def _topk(tools: Toolbox, op: Any, x: Any, k: int, dim: int = -1, *words: bool) -> tuple[Any, Any]:
     x = reduced(tools, x)
     layout, dim = tools.layout(x), dim % x.ndim
-    few = layout.replace(dims=[(_at_most(own[0], k),) if d == dim else own for d, own in enumerate(layout.dims)], stride=None)
-    best = tools.each(_local_topk, layout.mesh, op, x, k, dim, words, tools.offset(layout, dim))
+    few, offset = _at_most(k, layout, dim), tools.offset(layout, dim)
+    best = tools.each(_numbered, layout.mesh, lambda x: op(x, min(k, x.shape[dim]), dim, *words), x, offset)
     every = few.without(layout.axes_of(dim))
-    values, indices = gathered_pair(tools, best, few, layout.axes_of(dim))
+    values, indices = _gathered_pair(tools, best, few, layout.axes_of(dim))
     best, place = op(tools.wrap(values, every), k, dim, *words)
     return best, aten.gather(tools.wrap(indices, every.replace(dtype=torch.int64)), dim, place)
-
-
-def _local_topk(op: Any, x: Tensor, k: int, dim: int, words: Any, offset: Tensor) -> tuple[Tensor, Tensor]:
-    value, index = op(x, min(k, x.shape[dim]), dim, *words)
-    return value.contiguous(), (index + offset).contiguous()
 
 
 rule("topk", "...[dim] -> ...[dim]", whole="[]", function=_few)

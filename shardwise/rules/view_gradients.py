@@ -19,24 +19,21 @@ aten = torch.ops.aten
 
 def _select_backward(call: Call) -> Proposal:
     """A dim comes back, whole; all else is as it was."""
-    grad, one, dim = call.tensors[0], call.results[0], int(call["dim"]) % len(call["input_sizes"])
-    size = whole(one.shape[dim])
-    dims = [*grad.dims[:dim], (size,), *grad.dims[dim:]]
-    out = call.result(0, dims, grad.partials)
+    grad, (dim,) = call.tensors[0], call.dims("dim", len(call["input_sizes"]))
+    out = call.result(0, [*grad.dims[:dim], (whole(call.results[0].shape[dim]),), *grad.dims[dim:]], grad.partials)
     return Proposal((grad,), (out,), {"input_sizes": local_sizes(out)})
 
 
 def _slice_backward(call: Call) -> Proposal:
     """Each rank keeps what it has of the slice, in a shard of the whole that holds it."""
-    grad, one, dim = call.tensors[0], call.results[0], int(call["dim"]) % call.tensors[0].ndim
-    size, step = one.shape[dim], int(call["step"])
+    grad, (dim,), step = call.tensors[0], call.dims("dim"), int(call["step"])
+    size = call.results[0].shape[dim]
     start, *_ = indices(call["start"], call["end"], step, size)
     if len(grad.dims[dim]) > 1:
         grad = grad.without(grad.axes_of(dim))
     factor = grad.dims[dim][0]
     around = _around(factor, size, start, step, grad)
-    dims = [(around,) if i == dim else own for i, own in enumerate(grad.dims)]
-    out = call.result(0, dims, grad.partials)
+    out = call.result(0, [(around,) if i == dim else own for i, own in enumerate(grad.dims)], grad.partials)
     edits: dict[str, Any] = {"input_sizes": local_sizes(out)}
     if factor.axes:
         spans = _spans(factor, around, start, step)
@@ -64,11 +61,8 @@ def _around(factor: Factor, size: int, start: int, step: int, layout: Layout) ->
 
 def _spans(factor: Factor, around: Factor, start: int, step: int) -> list[tuple[int, int]]:
     """For each shard, where its part of the slice begins and ends in its part of the whole."""
-    spans = []
-    for begin, base, n in zip(factor.starts, around.starts, factor.sizes, strict=False):
-        low = start + begin * step - base
-        spans.append((low, low + (n - 1) * step + 1) if n else (0, 0))
-    return spans
+    lows = [start + begin * step - base for begin, base in zip(factor.starts, around.starts, strict=True)]
+    return [(low, low + (n - 1) * step + 1) if n else (0, 0) for low, n in zip(lows, factor.sizes, strict=False)]
 
 
 def _diagonal_backward(call: Call) -> Proposal:
@@ -93,7 +87,7 @@ def _diagonal_backward(call: Call) -> Proposal:
 def _unfold_backward(call: Call) -> Proposal:
     """Windows overlap, so the dim that they were taken of is whole, as are they."""
     grad, one = call.tensors[0], call.results[0]
-    dim = int(call["dim"]) % max(len(one.shape), 1)
+    (dim,) = call.dims("dim", len(one.shape))
     kept = [(axis, kind) for axis, kind in grad.partials if kind in ("sum", "avg")]
     gone = {axis for d in (dim, grad.ndim - 1) for axis in grad.axes_of(d)}
     grad = grad.replace(partials=kept).without(gone)

@@ -1,5 +1,5 @@
-"""Samples for the rules of shardwise/rules/scan.py; sizes are odd, and smaller than some meshes, so that shards are uneven and
-empty."""
+"""Samples for the scans of shardwise/rules/sorting.py; sizes are odd, and smaller than some meshes, so that shards are uneven
+and empty."""
 
 from __future__ import annotations
 
