@@ -36,15 +36,9 @@ class Contract(NamedTuple):
 
     value: Any
 
-    @property
-    def specs(self) -> list[OutputSpec]:
-        """The tensors."""
-        return [leaf for leaf in tree_leaves(self.value) if isinstance(leaf, OutputSpec)]
-
-    @property
-    def flowing(self) -> list[OutputSpec]:
-        """The tensors with gradients."""
-        return [spec for spec in self.specs if spec.flows]
+    def specs(self, flowing: bool = False) -> list[OutputSpec]:
+        """The tensors, or only those with gradients."""
+        return [leaf for leaf in tree_leaves(self.value) if isinstance(leaf, OutputSpec) and leaf.flows >= flowing]
 
     @staticmethod
     def of(value: Any) -> tuple[Contract, list[DTensor]]:
@@ -58,11 +52,8 @@ class Contract(NamedTuple):
         return tree_map_only(OutputSpec, make, self.value)
 
 
-class Outgoing(NamedTuple):
-    """A tensor to send, None on ranks that do not send it; and its layout on the mesh it is sent from."""
-
-    x: DTensor | None
-    layout: Layout
+#: A tensor to send, None on ranks that do not send it; and its layout on the mesh it is sent from.
+Outgoing = tuple[DTensor | None, Layout]
 
 
 class StageLink(NamedTuple):
@@ -82,19 +73,16 @@ class StageLink(NamedTuple):
 
     def exchange(self, forth: Sequence[Outgoing], back: Sequence[Outgoing]) -> tuple[list[Tensor], list[Tensor]]:
         """Send tensors in both directions, in one launch; gives what arrives, to be waited for, also by the senders."""
-        ops = [op for end, several in enumerate((forth, back)) for message in several for op in self._ops(message, end)]
+        ops = [op for end, several in enumerate((forth, back)) for message in several for op in self._ops(*message, end)]
         found = list(batch(ops)) if ops else []
         return found[: len(forth)], found[len(forth) :]
 
-    def _ops(self, message: Outgoing, end: int) -> tuple[Send, Receive]:
+    def _ops(self, x: DTensor | None, layout: Layout, end: int) -> tuple[Send, Receive]:
         """A send and its receive; the first end sends to coordinate 1, the second to coordinate 0."""
-        have, layout = self.ends[end], message.layout
-        nothing = torch.empty(0, dtype=layout.dtype, device=self.mesh.device)
         with torch.no_grad():
-            local = nothing if message.x is None else message.x.to_local()
-        sent = transport(self.mesh).reseat(local, have, self.mesh.root, PerRank(lambda place: (0,)))
-        ways = ([1, -1], [-1, 0]) if end == 0 else ([-1, 0], [1, -1])
-        going, coming = (peer(self.mesh, permutation=way) for way in ways)
+            local = torch.empty(0, dtype=layout.dtype, device=self.mesh.device) if x is None else x.to_local()
+        sent = transport(self.mesh).reseat(local, self.ends[end], self.mesh.root, PerRank(lambda place: (0,)))
+        going, coming = (peer(self.mesh, permutation=way) for way in (([1, -1], [-1, 0]), ([-1, 0], [1, -1]))[end])
         return send(sent, going), recv(_landing(self, layout, 1 - end), layout.dtype, coming)
 
     def land(self, local: Tensor, layout: Layout, end: int) -> DTensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from ..errors import PipelineError
 from ..layouts.from_placements import Placements, by_axis
 from ..layouts.mesh import Mesh
 from ..tensor.distribute import distribute
-from ..tensor.dtensor import DTensor
+from ..tensor.dtensor import DTensor, from_shards
 from ..tensor.gradients import deferred_gradients
 from .link import Contract, StageLink, announce
-from .run import BatchRun, Stage, check_same, is_here, spread, synchronised
+from .run import BatchRun, Stage, check_same, is_here
 from .schedule import Schedule, forwards, make_schedule
 from .stage import Split, check_apart, onto, put_on_mesh
 from .timeline import Span, Timeline
@@ -63,7 +64,28 @@ def pipeline(
         choice(compile, "pipeline: compile (or it is True or False)", torch.compiler.list_backends(()))
     else:
         flag(compile, "pipeline: compile (or it is the name of a backend)")
-    return Pipeline(stages, Mesh.from_torch(mesh), schedule, microbatches, placements, compile)
+    along, backend = Mesh.from_torch(mesh), compile if isinstance(compile, str) else "inductor"
+    _check_stages(stages, along, placements)
+    calls = [torch.compile(stage, backend=backend, fullgraph=True) if compile else stage for stage in stages]
+    return Pipeline(stages, calls, along, make_schedule(schedule, len(stages), microbatches), placements)
+
+
+def _check_stages(stages: Sequence[nn.Module], mesh: Mesh, placements: Placements | None) -> None:
+    axis = mesh.named(None)
+    if len(stages) != mesh.axis_sizes[axis]:
+        raise PipelineError(
+            f"axis {axis!r} of mesh {mesh.root} has {mesh.axis_sizes[axis]} coordinates and takes as many stages, "
+            f"got {len(stages)} stages"
+        )
+    if not is_here(mesh.root):
+        raise PipelineError(
+            f"this rank is none of the {len(mesh.ranks)} ranks of mesh {mesh.root}, and has no stage: guard the code with "
+            "`if mesh.coordinate(rank) is not None`"
+        )
+    check_apart(stages)
+    if placements is not None:
+        for end in (0, len(stages) - 1):
+            by_axis(mesh.at(end), placements)
 
 
 class Pipeline(nn.Module):
@@ -77,37 +99,14 @@ class Pipeline(nn.Module):
     """
 
     def __init__(
-        self,
-        stages: Sequence[nn.Module],
-        mesh: Mesh,
-        schedule: str | Schedule,
-        microbatches: int | None,
-        placements: Placements | None,
-        compile: bool | str,
+        self, stages: Sequence[nn.Module], calls: list[Any], mesh: Mesh, schedule: Schedule, placements: Placements | None
     ) -> None:
         super().__init__()
-        axis = mesh.named(None)
-        if len(stages) != mesh.axis_sizes[axis]:
-            raise PipelineError(
-                f"axis {axis!r} of mesh {mesh.root} has {mesh.axis_sizes[axis]} coordinates and takes as many stages, "
-                f"got {len(stages)} stages"
-            )
-        if not is_here(mesh.root):
-            raise PipelineError(
-                f"this rank is none of the {len(mesh.ranks)} ranks of mesh {mesh.root}, and has no stage: guard the code with "
-                "`if mesh.coordinate(rank) is not None`"
-            )
-        check_apart(stages)
-        if placements is not None:
-            for end in (0, len(stages) - 1):
-                by_axis(mesh.at(end), placements)
-        self.mesh, self.schedule = mesh, make_schedule(schedule, len(stages), microbatches)
-        self.placements = placements
+        self.mesh, self.schedule, self.placements = mesh, schedule, placements
         self.stages = nn.ModuleList(stages)
-        backend = compile if isinstance(compile, str) else "inductor"
-        # Beside the stages, not in their place: names of parameters stay what they are.
-        self._calls = [torch.compile(stage, backend=backend, fullgraph=True) if compile else stage for stage in stages]
-        self._places = [mesh.at(index) for index in range(len(stages))]
+        # Calls stand beside the modules, not in their place: names of parameters stay what they are.
+        each = enumerate(zip(stages, calls, strict=True))
+        self._stages = [Stage(i, module, call, mesh.at(i), is_here(mesh.at(i))) for i, (module, call) in each]
         self._links = [StageLink.between(mesh, index) for index in range(len(stages) - 1)]
         self._contracts: dict[Any, dict[int, Contract]] = {}
         self._results: dict[Any, tuple[Any, Any, Contract]] = {}
@@ -115,9 +114,9 @@ class Pipeline(nn.Module):
         self._blanks: dict[nn.Parameter, Tensor] = {}
         #: for each stage, how many microbatches this process held at most in the last step
         self.most_held: tuple[int, ...] = ()
-        for index, (stage, own) in enumerate(zip(self.stages, self._places, strict=True)):
-            transport(own).ready(own)
-            put_on_mesh(stage, own, index)
+        for stage in self._stages:
+            transport(stage.mesh).ready(stage.mesh)
+            put_on_mesh(stage.module, stage.mesh, stage.index)
 
     # ── training and evaluating ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -132,9 +131,7 @@ class Pipeline(nn.Module):
         """
         choice(reduction, "Pipeline.step: reduction", _SCALES)
         optional(a_function, loss, "Pipeline.step: loss")
-        first, last = (
-            onto(value, at, self.placements) for value, at in ((inputs, self._places[0]), (target, self._places[-1]))
-        )
+        first, last = (onto(value, self._stages[at].mesh, self.placements) for value, at in ((inputs, 0), (target, -1)))
         split = Split((first, last), self.schedule.microbatches)
         targets, scale = split.parts(last), _SCALES[reduction](split.microbatches)
 
@@ -146,27 +143,26 @@ class Pipeline(nn.Module):
 
         with deferred_gradients(self.own_parameters()), torch.enable_grad():
             run = self._run(split.parts(first), finish)
-            run.through(self.schedule, self._clock(), self.mesh.root)
+            run.through(self.schedule, self._clock, self.mesh.root)
             total = self._result(run, lambda results: torch.stack(results).sum(), loss)
         self._fill_gradients()
         return total.redistribute(self.mesh.root)
 
     def forward(self, *inputs: Any) -> Any:
         """What the last stage gives for a batch, without gradients: on the last stage's mesh, shapes on the other ranks."""
-        first = onto(inputs, self._places[0], self.placements)
+        first = onto(inputs, self._stages[0].mesh, self.placements)
         split = Split(first, self.schedule.microbatches)
         with torch.no_grad():
             run = self._run(split.parts(first), lambda out, _: out)
-            run.through(forwards(len(self.stages), split.microbatches), self._clock(), self.mesh.root)
+            run.through(forwards(len(self.stages), split.microbatches), self._clock, self.mesh.root)
             return self._result(run, split.join, None)
 
     def _run(self, batches: list[Any], finish: Callable[[Any, int], Any]) -> BatchRun:
         """A run of a batch, with the contracts of earlier batches like it."""
-        stages = [Stage(i, call, at, is_here(at)) for i, (call, at) in enumerate(zip(self._calls, self._places, strict=True))]
         inputs = Contract.of(batches[0])[0].filled(lambda spec: spec.layout.write())
         casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
         key = repr((inputs, torch.is_grad_enabled(), [stage.training for stage in self.stages], casts))
-        return BatchRun(stages, self._links, batches, _remembered(self._contracts, key, dict), finish)
+        return BatchRun(self._stages, self._links, batches, _remembered(self._contracts, key, dict), finish)
 
     def _result(self, run: BatchRun, join: Callable[[Any], Any], loss: Any) -> Any:
         """`join` of all microbatches' results, on the last stage's mesh; without data on other ranks."""
@@ -182,10 +178,17 @@ class Pipeline(nn.Module):
         *_, known = _remembered(self._results, key, lambda: (run.contracts, loss, announce(own, self.mesh, last.index)))
         if own is not None:
             check_same(last.index, own, known)
-        return spread(result, known, last.mesh)
+        if last.here:
+            return result
+        return known.filled(lambda spec: from_shards(torch.empty(0, dtype=spec.layout.dtype), spec.layout))
 
-    def _clock(self) -> Callable[[], float]:
-        return float if self._recorded is None else synchronised(self.mesh.device)
+    def _clock(self) -> float:
+        """The time, once the device has finished its work; 0 where nobody records."""
+        if self._recorded is None:
+            return 0.0
+        if not self.mesh.device.startswith("cpu"):
+            torch.accelerator.synchronize()
+        return time.time()
 
     # ── gradients ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -198,27 +201,27 @@ class Pipeline(nn.Module):
 
     def own_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of stages that this rank is in: an optimizer over these does no work on the shapes of others."""
-        for stage, place in zip(self.stages, self._places, strict=True):
-            yield from stage.parameters() if is_here(place) else ()
+        for stage in self._stages:
+            yield from stage.module.parameters() if stage.here else ()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> DTensor:
         """Scale the gradients of all stages so that their norm together is at most `max_norm`; gives the norm before."""
         number(max_norm, "Pipeline.clip_grad_norm_: max_norm", least=0.0)
         number(norm_type, "Pipeline.clip_grad_norm_: norm_type", above=0.0)
-        norms = [self._norm(stage, place, norm_type) for stage, place in zip(self.stages, self._places, strict=True)]
-        total: Any = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        for stage, place in zip(self.stages, self._places, strict=True):
-            there = total.redistribute(place)
-            if is_here(place):
-                nn.utils.clip_grads_with_norm_(stage.parameters(), max_norm, there)
+        total: Any = torch.linalg.vector_norm(torch.stack([self._norm(stage, norm_type) for stage in self._stages]), norm_type)
+        for stage in self._stages:
+            there = total.redistribute(stage.mesh)
+            if stage.here:
+                nn.utils.clip_grads_with_norm_(stage.module.parameters(), max_norm, there)
         return total
 
-    def _norm(self, stage: nn.Module, place: Mesh, norm_type: float) -> Tensor:
+    def _norm(self, stage: Stage, norm_type: float) -> Tensor:
         """The norm of a stage's gradients, on all ranks; its dtype follows from the parameters, which all ranks know."""
-        kind = functools.reduce(torch.promote_types, [p.dtype for p in stage.parameters()], torch.float32)
-        norm: Any = distribute(torch.zeros((), dtype=kind, device=place.device), place, None, None)
-        grads = [p.grad for p in stage.parameters() if p.grad is not None]
-        if grads and is_here(place):
+        parameters = list(stage.module.parameters())
+        kind = functools.reduce(torch.promote_types, [p.dtype for p in parameters], torch.float32)
+        norm: Any = distribute(torch.zeros((), dtype=kind, device=stage.mesh.device), stage.mesh, None, None)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if grads and stage.here:
             norm = nn.utils.get_total_norm(grads, norm_type).to(kind)
         return norm.redistribute(self.mesh.root)
 
@@ -250,22 +253,17 @@ class Recording:
     timeline: Timeline
 
 
-def _gathered(spans: Iterable[Span], along: Mesh) -> Timeline:
+def _gathered(spans: Sequence[Span], along: Mesh) -> Timeline:
     """The spans of all ranks: clocks of ranks on several machines have to agree."""
-    spans, root = list(spans), along.root
+    root = along.root
     world = transport(root, "pipeline")
-    mine = PerRank(lambda place: [span for span in spans if (span.row,) == along.coordinates[place]])
-    rows = world.each(_as_numbers, root, mine, torch.device(root.device))
+
+    def numbers(stage: int) -> Tensor:
+        own = [("FB".index(kind), j, start, end) for row, kind, j, start, end in spans if row == stage]
+        return torch.tensor(own, dtype=torch.float64, device=root.device).reshape(1, -1, 4)
+
+    rows = world.each(numbers, root, PerRank(lambda place: along.coordinates[place][0]))
     table = world.plain(world.all_gather(rows, root, root.axes)).tolist()
     names = [f"rank {rank}, stage {at}" for rank, (at,) in zip(root.ranks, along.coordinates, strict=True)]
-    found = [
-        Span(place, "FB"[int(kind)], int(j), start, end)
-        for place, several in enumerate(table)
-        for kind, j, start, end in several
-    ]
+    found = [Span(at, "FB"[int(kind)], int(j), *times) for at, several in enumerate(table) for kind, j, *times in several]
     return Timeline(tuple(names), tuple(found))
-
-
-def _as_numbers(spans: list[Span], device: torch.device) -> Tensor:
-    numbers = [["FB".index(span.kind), span.microbatch, span.start, span.end] for span in spans]
-    return torch.tensor(numbers, dtype=torch.float64, device=device).reshape(1, -1, 4)

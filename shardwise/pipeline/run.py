@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._torch.tensors import tree_leaves, tree_map_only
 from ..comm import transport
@@ -25,7 +24,7 @@ from ..layouts.mesh import Mesh
 from ..p2p import wait
 from ..random.keys import reseed
 from ..tensor.distribute import distribute
-from ..tensor.dtensor import DTensor, from_shards
+from ..tensor.dtensor import DTensor
 from ..tensor.toolbox import key_on
 from .link import Contract, Outgoing, OutputSpec, StageLink, announce
 from .schedule import Cell, Schedule
@@ -34,19 +33,13 @@ from .timeline import Span
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What computes, the mesh of its ranks, and whether this rank is one of them."""
+    """A module and what calls it, the mesh of its ranks, and whether this rank is one of them."""
 
     index: int
+    module: nn.Module
     call: Callable[..., Any]
     mesh: Mesh
     here: bool
-
-
-class Held(NamedTuple):
-    """The inputs and outputs of a microbatch through which gradients flow, which a stage holds for its backward."""
-
-    inputs: list[DTensor]
-    outputs: list[DTensor]
 
 
 class BatchRun:
@@ -67,7 +60,8 @@ class BatchRun:
         self.stages, self.links, self.batches, self.contracts, self.finish = stages, links, batches, contracts, finish
         self.backward = torch.is_grad_enabled()
         self.results: list[Any] = [None] * len(batches)
-        self.held: dict[tuple[int, int], Held] = {}
+        # By stage and microbatch, the inputs and outputs through which gradients flow: a stage holds them for its backward.
+        self.held: dict[tuple[int, int], tuple[list[DTensor], list[DTensor]]] = {}
         self.spans: list[Span] = []
         self.most_held = [0] * len(stages)
         # Results of this tick, tensors that are being received, and tensors that were sent in the last ticks.
@@ -116,7 +110,8 @@ class BatchRun:
 
     def _forward(self, stage: Stage, microbatch: int, given: Any) -> None:
         out, last = stage.call(*given), stage.index == len(self.stages) - 1
-        out = tree_map_only(Tensor, lambda x: _on(x, stage.mesh), self.finish(out, microbatch) if last else out)
+        out = self.finish(out, microbatch) if last else out
+        out = tree_map_only(Tensor, lambda x: x if isinstance(x, DTensor) else distribute(x, stage.mesh, None, None), out)
         if not last:  # nothing partial: the next stage would reduce it for each of its uses
             out = tree_map_only(DTensor, lambda x: x.redistribute(placements=x.layout.reduced()), out)
         contract, outputs = Contract.of(out)
@@ -127,7 +122,7 @@ class BatchRun:
             self._made["F", stage.index] = contract, outputs
         if self.backward:
             inputs = [x for x in tree_leaves(given) if isinstance(x, DTensor) and x.requires_grad]
-            self.held[stage.index, microbatch] = Held(inputs, [x for x in outputs if x.requires_grad])
+            self.held[stage.index, microbatch] = inputs, [x for x in outputs if x.requires_grad]
             count = sum(index == stage.index for index, _ in self.held)
             self.most_held[stage.index] = max(self.most_held[stage.index], count)
 
@@ -135,7 +130,7 @@ class BatchRun:
         """The gradients of a stage's outputs, from the next stage; None for the last stage."""
         if stage.index == len(self.stages) - 1:
             return None
-        link, specs = self.links[stage.index], self.contracts[stage.index].flowing
+        link, specs = self.links[stage.index], self.contracts[stage.index].specs(flowing=True)
         shards = self._coming.pop(("B", stage.index, microbatch))
         return [link.land(shard, spec.layout, 0) for shard, spec in zip(shards, specs, strict=True)]
 
@@ -153,9 +148,9 @@ class BatchRun:
         link, (first, second) = self.links[index], self.stages[index : index + 2]
         forth = back = list[Outgoing]()
         if before is not None and before.kind == "F":
-            forth = self._messages("F", first, self._contract(index).specs)
+            forth = self._messages("F", first, self._contract(index).specs())
         if after is not None and after.kind == "B":
-            back = self._messages("B", second, self._contract(index).flowing)
+            back = self._messages("B", second, self._contract(index).specs(flowing=True))
         came, returned = link.exchange(forth, back)
         for kind, cell, tensors, goal in (("F", before, came, second), ("B", after, returned, first)):
             if cell is not None and cell.kind == kind and goal.here:
@@ -172,7 +167,7 @@ class BatchRun:
     def _messages(self, kind: str, stage: Stage, specs: list[OutputSpec]) -> list[Outgoing]:
         """The tensors that a stage sends; without data on ranks that are not in it."""
         made = self._made[kind, stage.index][1] if stage.here else [None] * len(specs)
-        return [Outgoing(x, spec.layout.replace(mesh=stage.mesh)) for x, spec in zip(made, specs, strict=True)]
+        return [(x, spec.layout.replace(mesh=stage.mesh)) for x, spec in zip(made, specs, strict=True)]
 
     def _let_go(self, ticks: int) -> None:
         """Wait for the sends before the last so many ticks: they are done by now, unless a rank is that far behind."""
@@ -186,32 +181,14 @@ def is_here(mesh: Mesh) -> bool:
     return transport(mesh).place(mesh) >= 0
 
 
-def _on(x: Tensor, mesh: Mesh) -> DTensor:
-    """A result of a stage as a tensor on its mesh."""
-    return x if isinstance(x, DTensor) else distribute(x, mesh, None, None)
-
-
 def check_same(stage: int, given: Contract, known: Contract) -> None:
     """Refuse outputs of a stage that differ from those that other ranks expect."""
     if given != known:
+        gives, gave = (contract.filled(lambda spec: spec.layout) for contract in (given, known))
         raise PipelineError(
-            f"stage {stage} gives {_shown(given)}, and gave {_shown(known)} for inputs of the same shapes: other ranks wait "
+            f"stage {stage} gives {gives!r}, and gave {gave!r} for inputs of the same shapes: other ranks wait "
             "for that; what a stage gives may depend on the shapes of its inputs, not on values"
         )
-
-
-def _shown(contract: Contract) -> str:
-    return repr(contract.filled(lambda spec: spec.layout))
-
-
-# ── the end, and the clock ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def spread(result: Any, contract: Contract, mesh: Mesh) -> Any:
-    """The result of the last stage on all ranks: outside its mesh, without data."""
-    if is_here(mesh):
-        return result
-    return contract.filled(lambda spec: from_shards(torch.empty(0, dtype=spec.layout.dtype), spec.layout))
 
 
 @contextlib.contextmanager
@@ -229,15 +206,3 @@ def _seeds(mesh: Mesh) -> Iterator[Callable[[int, int], None]]:
         yield seed
     finally:
         torch.default_generator.set_state(after)
-
-
-def synchronised(device: str) -> Callable[[], float]:
-    """A clock that first waits for the device to finish its work."""
-    if device.startswith("cpu"):
-        return time.time
-
-    def now() -> float:
-        torch.accelerator.synchronize()
-        return time.time()
-
-    return now

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ..base.argument_checks import a_text, choice, instance, integer, number, refuse, several
@@ -33,7 +34,6 @@ class Entry(NamedTuple):
 Cell = Entry | None
 #: A time, or one for each stage.
 Cost = float | Sequence[float]
-_COST = "a time, or one for each stage"
 #: Characters of the widest drawing, and microbatches of the longest table.
 WIDEST, MOST_MICROBATCHES = 10_000, 65_536
 
@@ -49,12 +49,11 @@ class Schedule:
     rows: tuple[tuple[Cell, ...], ...]
 
     def __post_init__(self) -> None:
-        allowed = "a row for each stage, each several entries (F or B of a microbatch) or None"
+        words = "Schedule: rows", "a row for each stage, each several entries (F or B of a microbatch) or None"
         if not isinstance(self.rows, tuple | list) or not self.rows:
-            refuse("Schedule: rows", allowed, self.rows)
-        for row in self.rows:
-            for cell in several(row, "Schedule: rows", allowed):
-                instance(cell, (Entry, type(None)), "Schedule: rows", allowed)
+            refuse(*words, self.rows)
+        for cell in [cell for row in self.rows for cell in several(row, *words)]:
+            instance(cell, (Entry, type(None)), *words)
 
     @staticmethod
     def read(*rows: str) -> Schedule:
@@ -80,7 +79,8 @@ class Schedule:
     @property
     def alive(self) -> tuple[int, ...]:
         """For each stage how many microbatches it holds at most, forward done and backward not."""
-        return tuple(_most_alive(row) for row in self.rows)
+        changes = ([1 if cell.kind == "F" else -1 for cell in row if cell] for row in self.rows)
+        return tuple(max(accumulate(row, initial=0)) for row in changes)
 
     def bubble(self, forward: Cost = 1.0, backward: Cost = 1.0) -> float:
         """The share of time in which stages wait, where a forward and a backward take so long, everywhere or on each stage.
@@ -122,9 +122,9 @@ class Schedule:
 
 def _cost(cost: Any, name: str, stages: int) -> list[float]:
     """A time for each stage."""
-    if isinstance(cost, int | float):
-        return [number(cost, f"Schedule: {name}", least=0.0, most=1e12)] * stages
-    found = [number(one, f"Schedule: {name}", least=0.0, most=1e12) for one in several(cost, f"Schedule: {name}", _COST)]
+    what = f"Schedule: {name}"
+    each = [cost] * stages if isinstance(cost, int | float) else several(cost, what, "a time, or one for each stage")
+    found = [number(one, what, least=0.0, most=1e12) for one in each]
     if len(found) != stages:
         raise PipelineError(f"{name} is a time, or one for each of {stages} stages, got {len(found)} times")
     return found
@@ -138,8 +138,7 @@ def needs(stage: int, entry: Entry, stages: int) -> list[tuple[int, Entry]]:
     """
     if entry.kind == "F":
         return [(stage - 1, entry)] if stage else []
-    own = [(stage, Entry("F", entry.microbatch))]
-    return own + ([(stage + 1, entry)] if stage + 1 < stages else [])
+    return [(stage, Entry("F", entry.microbatch)), *([(stage + 1, entry)] if stage + 1 < stages else [])]
 
 
 def _cell(word: str) -> Cell:
@@ -152,23 +151,12 @@ def _cell(word: str) -> Cell:
     return Entry(word[0], int(word[1:]))
 
 
-def _most_alive(row: Sequence[Cell]) -> int:
-    now = most = 0
-    for cell in row:
-        if cell is not None:
-            now += 1 if cell.kind == "F" else -1
-            most = max(most, now)
-    return most
-
-
 # ── the tables that have a name ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards."""
-    several = range(microbatches)
-    order = [Entry("F", j) for j in several] + [Entry("B", j) for j in several]
-    return _timed([order] * stages)
+    return _timed([[Entry(kind, j) for kind in "FB" for j in range(microbatches)]] * stages)
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
@@ -243,7 +231,7 @@ def check(schedule: Schedule) -> Schedule:
     expected = {Entry(kind, j) for j in range(schedule.microbatches) for kind in "FB"}
     for stage, row in enumerate(rows):
         cells = [cell for cell in row if cell is not None]
-        wrong = [cell for cell in expected.symmetric_difference(cells)] + [cell for cell in cells if cells.count(cell) > 1]
+        wrong = [*expected.symmetric_difference(cells), *(cell for cell in cells if cells.count(cell) > 1)]
         if wrong:
             raise PipelineError(
                 f"stage {stage} of the schedule runs {min(wrong)} {cells.count(min(wrong))} times: each stage runs F and B of "

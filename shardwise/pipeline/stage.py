@@ -22,15 +22,15 @@ from ..tensor.dtensor import DTensor
 
 def check_apart(stages: Sequence[nn.Module]) -> None:
     """Refuse stages that share a parameter."""
-    owners: dict[Any, str] = {}
+    owners: dict[Any, tuple[int, str]] = {}
     for index, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
-            other = owners.setdefault(parameter, f"{index}:{name}")
-            if not other.startswith(f"{index}:"):
+            first, known = owners.setdefault(parameter, (index, name))
+            if first != index:
                 raise PipelineError(
-                    f"stage {index} has as {name!r} the parameter that is {other.partition(':')[2]!r} of stage "
-                    f"{other.partition(':')[0]}: a parameter lives on the ranks of one stage. Use it in one stage only, or "
-                    "give each stage its own (nn.Parameter(p.detach().clone())); they are then trained apart"
+                    f"stage {index} has as {name!r} the parameter that is {known!r} of stage {first}: a parameter lives on the "
+                    "ranks of one stage. Use it in one stage only, or give each stage its own "
+                    "(nn.Parameter(p.detach().clone())); they are then trained apart"
                 )
 
 
@@ -40,7 +40,11 @@ def put_on_mesh(module: nn.Module, mesh: Mesh, index: int) -> None:
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
         if isinstance(tensor, DTensor):
-            _check_on(tensor, mesh, f"{name!r} of stage {index}", index)
+            if tensor.mesh.root is not mesh.root:
+                raise PipelineError(
+                    f"{name!r} of stage {index} is {tensor.layout} on ranks {list(tensor.mesh.ranks)}, the stage on ranks "
+                    f'{list(mesh.ranks)}: distribute it over mesh["pp"].at({index}), the stage\'s own mesh'
+                )
             continue
         if tensor not in done:
             made = distribute(tensor.detach(), mesh, None, 0)
@@ -49,29 +53,21 @@ def put_on_mesh(module: nn.Module, mesh: Mesh, index: int) -> None:
         setattr(module.get_submodule(owner), leaf, done[tensor])
 
 
-def _check_on(tensor: DTensor, mesh: Mesh, what: str, index: int) -> None:
-    if tensor.mesh.root is not mesh.root:
-        raise PipelineError(
-            f"{what} is {tensor.layout} on ranks {list(tensor.mesh.ranks)}, the stage on ranks {list(mesh.ranks)}: distribute "
-            f'it over mesh["pp"].at({index}), the stage\'s own mesh'
-        )
-
-
 # ── microbatches ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def onto(value: Any, mesh: Mesh, placements: Placements | None) -> Any:
     """Tensors in `value` on a mesh: plain ones by the placements, those on another mesh sharded by the same axes."""
-    return tree_map_only(Tensor, partial(_onto, mesh=mesh, placements=placements), value)
 
+    def placed(x: Tensor) -> Tensor:
+        if not isinstance(x, DTensor):
+            return distribute(x.detach(), mesh, placements, None)
+        if x.mesh.root is mesh.root:
+            return x.detach()
+        by_axis = zip(x.mesh.axes, x.layout.reduced().placements, strict=True)
+        return x.redistribute(mesh, {axis: placement for axis, placement in by_axis if axis in mesh.axes}).detach()
 
-def _onto(x: Tensor, mesh: Mesh, placements: Placements | None) -> Tensor:
-    if not isinstance(x, DTensor):
-        return distribute(x.detach(), mesh, placements, None)
-    if x.mesh.root is mesh.root:
-        return x.detach()
-    by_axis = zip(x.mesh.axes, x.layout.reduced().placements, strict=True)
-    return x.redistribute(mesh, {axis: placement for axis, placement in by_axis if axis in mesh.axes}).detach()
+    return tree_map_only(Tensor, placed, value)
 
 
 class Split:
@@ -102,9 +98,8 @@ class Split:
         return [tree_map_only(DTensor, partial(self._part, index=index), value) for index in range(self.microbatches)]
 
     def _part(self, x: DTensor, index: int) -> DTensor:
-        if not x.ndim:
-            return x
-        return x.unflatten(0, (self.shards, self.microbatches, self.rows)).select(1, index).flatten(0, 1)
+        by_shard = (self.shards, self.microbatches, self.rows)
+        return x.unflatten(0, by_shard).select(1, index).flatten(0, 1) if x.ndim else x
 
     def join(self, values: Sequence[Any]) -> Any:
         """What came of all microbatches as one value, with rows in the order of the batch."""
