@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,24 +65,16 @@ def export(
         file.replace(target)
 
 
-class _Given(NamedTuple):
-    """What an example call is given: every leaf with its name, and how they are nested."""
-
-    names: list[str]
-    leaves: list[Any]
-    structure: Any
-
-
 def exported(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> tuple[Any, Manifest]:
     """The local program of a model as torch's compiler takes it, and what a package of it says; for the rank pretended."""
-    given = _given(model, args, kwargs)
+    names, leaves, structure = _given(model, args, kwargs)
     every = _parameters(model, mesh)
     first = {id(x): name for name, x in reversed(every.items())}
     parameters = {name: x for name, x in every.items() if first[id(x)] == name}
-    arguments = [_argument(name, x, mesh) for name, x in zip(given.names, given.leaves, strict=True)]
-    own, words = tree_unflatten(arguments, given.structure)
+    arguments = [_argument(name, x, mesh) for name, x in zip(names, leaves, strict=True)]
+    own, words = tree_unflatten(arguments, structure)
     with in_place(model, every):
-        named = [*parameters.items(), *zip(given.names, arguments, strict=True)]
+        named = [*parameters.items(), *zip(names, arguments, strict=True)]
         places = [place for place, (_, x) in enumerate(named) if isinstance(x, Tensor)]
         traced = trace(model, own, words, [named[place][1] for place in places])
     position = {id(local_of(x)): place for place, (_, x) in enumerate(named) if isinstance(x, Tensor)}
@@ -90,11 +82,12 @@ def exported(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Me
     examples = tuple(x for x, place in zip(traced.inputs, order, strict=True) if place is not None)
     program = torch.export.export(_with_constants(traced, order), examples, strict=False)
     slots: list[Any] = [_value(name, x) for name, x in named]
+    ranks = dist.get_world_size() if mesh.world == "processes" and dist.is_initialized() else max(mesh.ranks) + 1
     manifest = Manifest(
-        facts_for(seen(mesh), _ranks(mesh)),
+        facts_for(seen(mesh), ranks),
         tuple(slots[: len(parameters)]),
         tuple(slots[len(parameters) :]),
-        _written_down(given.structure),
+        _written_down(structure),
         tuple(place for place in order if place is not None),
         tuple(_result(i, x, at) for i, (x, at) in enumerate(zip(traced.results, traced.outputs, strict=True))),
         _written_down(traced.structure),
@@ -103,16 +96,11 @@ def exported(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Me
     return program, manifest
 
 
-def _ranks(mesh: Mesh) -> int:
-    """How many ranks the job has that a package is for."""
-    return dist.get_world_size() if mesh.world == "processes" and dist.is_initialized() else max(mesh.ranks) + 1
-
-
 # ── what goes in ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _given(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
-    """The example inputs by the names that the model gives them."""
+def _given(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], list[Any], Any]:
+    """The names that the model gives the example inputs, these, and how they are nested."""
     names = list[str]()
     with contextlib.suppress(ValueError):  # a function of torch's own has no signature
         declared = inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters.values()
@@ -125,7 +113,7 @@ def _given(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
             return at.strip("'") + rest
         return (names[int(at)] if int(at) < len(names) else f"number {at}") + rest
 
-    return _Given([name(path) for path, _ in found], [leaf for _, leaf in found], structure)
+    return [name(path) for path, _ in found], [leaf for _, leaf in found], structure
 
 
 def _argument(name: str, x: Any, mesh: Mesh) -> Any:

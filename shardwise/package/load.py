@@ -32,6 +32,7 @@ class Package:
     def __init__(self, manifest: Manifest, loader: Any, mesh: Mesh) -> None:
         self.mesh = mesh
         self._manifest, self._loader = manifest, loader
+        self._slots: tuple[Any, ...] = (*manifest.parameters, *manifest.arguments)
         self._takes, self._gives = treespec_loads(manifest.takes), treespec_loads(manifest.gives)
         self._parameters: list[Tensor] | None = None if manifest.parameters else []
 
@@ -48,17 +49,19 @@ class Package:
         """
         instance(parameters, (nn.Module, Mapping), "Package.bind: parameters", "a module or a state dict")
         slots = self._manifest.parameters
-        state = dict(_named(parameters))
-        missing = [slot.name for slot in slots if slot.name not in state]
+        if isinstance(parameters, nn.Module):
+            every = parameters.named_parameters(remove_duplicate=False), parameters.named_buffers(remove_duplicate=False)
+            parameters = {name: x for several in every for name, x in several}
+        missing = [slot.name for slot in slots if slot.name not in parameters]
         if missing:
             more = f" (nor are {len(missing) - 1} others)" if missing[1:] else ""
             raise OperatorError(
-                f"the package has {len(slots)} parameters and buffers, given are {len(state)} tensors, and {missing[0]!r} is "
-                f"not among them{more}; bind the model that was exported"
+                f"the package has {len(slots)} parameters and buffers, given are {len(parameters)} tensors, and {missing[0]!r} "
+                f"is not among them{more}; bind the model that was exported"
             )
         for slot in slots:
-            _check(slot, f"parameter {slot.name}", state[slot.name], whole_will_do=True)
-        self._parameters = [_distributed(slot, state[slot.name]) for slot in slots]
+            _check(slot, f"parameter {slot.name}", parameters[slot.name], whole_will_do=True)
+        self._parameters = [_distributed(parameters[slot.name], slot.layout) for slot in slots]
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,12 +70,12 @@ class Package:
                 f"the package takes {len(self._manifest.parameters)} parameters and buffers; bind them first: "
                 "load_package(path, parameters=model), or package.bind(model)"
             )
-        values, manifest = self._flat(args, kwargs), self._manifest
+        values, manifest, slots = self._flat(args, kwargs), self._manifest, self._slots
         for slot, value in zip(manifest.arguments, values, strict=True):
             _check(slot, f"input {slot.name}", value)
         for slot, parameter in zip(manifest.parameters, self._parameters, strict=True):
             _check(slot, f"parameter {slot.name}", parameter)
-        slots, given = (*manifest.parameters, *manifest.arguments), (*self._parameters, *values)
+        given = (*self._parameters, *values)
         with errors_of_ranks():
             outputs = self._loader.boxed_run([_local(slots[place], given[place]) for place in manifest.order])
         self._check_outputs(outputs)
@@ -86,16 +89,16 @@ class Package:
 
     def _check_outputs(self, outputs: list[Tensor]) -> None:
         """Refuse outputs that differ from the manifest, which may be forged."""
-        manifest = self._manifest
-        slots = (*manifest.parameters, *manifest.arguments)
-        for at, slot in (*manifest.results, *((at, slots[place]) for place, at in manifest.writes)):
+        writes = ((at, self._slots[place]) for place, at in self._manifest.writes)
+        for at, slot in (*self._manifest.results, *writes):
             if at is None:
                 continue
-            found = f"gives {len(outputs)}" if at >= len(outputs) else f"gives {outputs[at].dtype} {list(outputs[at].shape)}"
-            if at >= len(outputs) or outputs[at].shape != slot.shape or outputs[at].dtype != slot.dtype:
+            x = outputs[at] if at < len(outputs) else None
+            if x is None or x.shape != slot.shape or x.dtype != slot.dtype:
+                found = len(outputs) if x is None else f"{x.dtype} {list(x.shape)}"
                 raise OperatorError(
-                    f"the package tells of output {at} as {slot.dtype} {list(slot.shape)}, and its program {found}: what it "
-                    "says of itself belongs to another program; export the model again"
+                    f"the package tells of output {at} as {slot.dtype} {list(slot.shape)}, and its program gives {found}: what "
+                    "it says of itself belongs to another program; export the model again"
                 )
 
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -139,31 +142,25 @@ def load_package(
 # ── what goes in and out ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _named(parameters: nn.Module | Mapping[str, Any]) -> Any:
-    if not isinstance(parameters, nn.Module):
-        return parameters
-    every = parameters.named_parameters(remove_duplicate=False), parameters.named_buffers(remove_duplicate=False)
-    return {name: x for found in every for name, x in found}
-
-
 def _check(slot: Slot | Fixed, what: str, value: Any, whole_will_do: bool = False) -> None:
     """Refuse what the program was not made for: from facts that every rank knows, before any of them communicates."""
     if isinstance(slot, Fixed):
         if type(value) is not type(slot.value) or value != slot.value:
             raise OperatorError(f"{what} is {slot.value!r} in this package, given is {value!r}; export it with that value")
         return
+    layout = slot.layout
     if isinstance(value, DTensor):
-        fits = slot.layout is not None and _is_reordered(value._layout, slot.layout)
-    elif slot.layout is None:
-        fits = isinstance(value, Tensor) and _facts(value) == (slot.shape, slot.dtype, slot.device)
+        fits = layout is not None and _is_reordered(value._layout, layout)
+    elif layout is None:
+        fits = isinstance(value, Tensor) and (value.shape, value.dtype, value.device.type) == (
+            slot.shape,
+            slot.dtype,
+            slot.device,
+        )
     else:
-        fits = whole_will_do and isinstance(value, Tensor) and _facts(value)[:2] == (tuple(slot.layout.shape), slot.dtype)
+        fits = whole_will_do and isinstance(value, Tensor) and (value.shape, value.dtype) == (layout.shape, slot.dtype)
     if not fits:
         raise OperatorError(f"{what} is a {slot} in this package, given is {_description(value, slot)}")
-
-
-def _facts(value: Tensor) -> tuple[tuple[int, ...], torch.dtype, str]:
-    return tuple(value.shape), value.dtype, value.device.type
 
 
 def _description(value: Any, slot: Slot) -> str:
@@ -185,15 +182,12 @@ def _description(value: Any, slot: Slot) -> str:
 
 def _is_reordered(have: Layout, want: Layout) -> bool:
     """Whether layouts differ in the order of elements in memory at most."""
-    if have is want:
-        return True
-    return have.mesh is want.mesh and have.shape == want.shape and have.replace(stride=want.stride) is want
+    same = have.mesh is want.mesh and have.shape == want.shape
+    return have is want or (same and have.replace(stride=want.stride) is want)
 
 
-def _distributed(slot: Slot, value: Any) -> Tensor:
-    if slot.layout is None or isinstance(value, DTensor):
-        return value
-    return distribute_tensor(value.detach(), slot.layout.mesh, slot.layout)
+def _distributed(x: Any, layout: Layout | None) -> Tensor:
+    return x if layout is None or isinstance(x, DTensor) else distribute_tensor(x.detach(), layout.mesh, layout)
 
 
 def _local(slot: Any, value: Any) -> Tensor:

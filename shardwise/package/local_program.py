@@ -58,11 +58,11 @@ def stand_in(x: Tensor, mesh: Mesh, name: str) -> Tensor:
     layout = x._layout
     if seen(layout.mesh.root) is not seen(mesh.root):
         raise CompileError(f"{name} lives on the mesh {layout.mesh}, the package is for {mesh}; move it there first")
-    if not layout.even:
-        try:
+    try:
+        if not layout.even:
             refuse_unequal(layout)
-        except CompileError as error:
-            raise CompileError(f"{name}: {error}") from None
+    except CompileError as error:
+        raise CompileError(f"{name}: {error}") from None
     layout = layout.replace(mesh=seen(layout.mesh))
     shard = x._local.shards[0] if isinstance(x._local, Bundle) else x._local
     found: DTensor = wrap(DTensor, torch.zeros_like(shard, device=layout.device), layout)
@@ -205,13 +205,11 @@ def _made(fake: Any) -> Tensor:
 @contextlib.contextmanager
 def in_place(model: Any, tensors: dict[str, Tensor]) -> Iterator[None]:
     """In the block the parameters and buffers of a model are others, by name."""
-    owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in tensors]
-    held = [owner._parameters if leaf in owner._parameters else owner._buffers for owner, leaf in owners]
-    before = [table[leaf] for table, (_, leaf) in zip(held, owners, strict=True)]
-    try:
-        for table, (_, leaf), tensor in zip(held, owners, tensors.values(), strict=True):
+    with contextlib.ExitStack() as after:
+        for name, tensor in tensors.items():
+            owner, _, leaf = name.rpartition(".")
+            module = model.get_submodule(owner)
+            table = module._parameters if leaf in module._parameters else module._buffers
+            after.callback(table.__setitem__, leaf, table[leaf])
             table[leaf] = tensor
         yield
-    finally:
-        for table, (_, leaf), tensor in zip(held, owners, before, strict=True):
-            table[leaf] = tensor

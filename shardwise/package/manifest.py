@@ -62,9 +62,6 @@ class Fixed(NamedTuple):
     name: str
     value: Any
 
-    def __str__(self) -> str:
-        return repr(self.value)
-
 
 class Manifest(NamedTuple):
     """What a package says of itself.
@@ -140,9 +137,8 @@ def read(path: Path) -> Manifest:
         check_versions(facts, versions(), source, "export the model again")
         mesh = _read_mesh(facts)
         if mesh.device != "cpu" and not torch.get_device_module(torch.device(mesh.device)).is_available():
-            raise CompileError(
-                f"{source} is for the device {mesh.device!r}, and there is none here; export it for another device"
-            )
+            remedy = "and there is none here; export it for another device"
+            raise CompileError(f"{source} is for the device {mesh.device!r}, {remedy}")
         return _read_manifest(entries, mesh)
     except CompileError:
         raise
@@ -153,15 +149,12 @@ def read(path: Path) -> Manifest:
 def _opened(path: Path, source: str) -> Any:
     """What a sealed archive says of itself."""
     with path.open("rb") as file:
-        found = _digest(file)
-        whole = file.read() == found
+        whole = _digest(file) == file.read()
     with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
         name = f"{_root(archive)}/{_FILE}"
-        if name not in names:
+        if name not in archive.namelist():
             raise CompileError(f"{source} was not written by sw.export; export the model again with this library")
-        if not whole:
-            raise ValueError("its bytes are not those that were written")
+        _require(whole, "its bytes are not those that were written")
         _check_members(archive)
         return json.loads(archive.read(name))
 
@@ -170,13 +163,12 @@ def _check_members(archive: zipfile.ZipFile) -> None:
     """Refuse what would be unpacked elsewhere, or to more than it is."""
     root, names = _root(archive), archive.namelist()
     for info in archive.infolist():
-        parts = info.filename.split("/")
-        if parts[0] != root or {"", ".", ".."} & set(parts) or "\\" in info.filename or ":" in info.filename:
-            raise ValueError(f"{info.filename!r} in it would leave its folder")
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-            raise ValueError(f"{info.filename!r} in it is compressed")
-    if len(set(names)) != len(names):
-        raise ValueError("two files in it have one name")
+        name, parts = info.filename, info.filename.split("/")
+        inside = parts[0] == root and not {"", ".", ".."} & set(parts) and "\\" not in name and ":" not in name
+        _require(inside, f"{name!r} in it would leave its folder")
+        stored = info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size
+        _require(stored, f"{name!r} in it is compressed")
+    _require(len(set(names)) == len(names), "two files in it have one name")
 
 
 def _root(archive: zipfile.ZipFile) -> str:
@@ -214,7 +206,7 @@ def _read_facts(entries: Any) -> dict[str, Any]:
     _keys(facts, tuple(_FACTS), "what it is for")
     for name, kind in _FACTS.items():
         _require(type(facts[name]) is kind, f"{name} is {facts[name]!r}, and is a {kind.__name__}")
-    return dict(facts)
+    return facts
 
 
 def _read_mesh(facts: dict[str, Any]) -> Mesh:
@@ -233,15 +225,13 @@ def _read_manifest(entries: dict[str, Any], mesh: Mesh) -> Manifest:
     parameters = tuple(_read_slot(value, mesh) for value in entries["parameters"])
     arguments = tuple(_read_value(value, mesh) for value in entries["arguments"])
     known = (*parameters, *arguments)
-    for slot in known:
+    for slot in known:  # programs are compiled for inputs without gaps
         _require(isinstance(slot, Fixed) or _is_dense(slot), f"{slot.name}: its stride has gaps")
     order = tuple(_number(place, len(known), "an input") for place in entries["order"])
     results = tuple(_read_result(at, value, mesh) for at, value in entries["results"])
-    writes = tuple(
-        (_number(place, len(known), "what is written to"), _number(at, math.inf, "output")) for place, at in entries["writes"]
-    )
-    taken = [*order, *(place for place, _ in writes)]
-    _require(all(isinstance(known[place], Slot) for place in taken), "an input of the program is no tensor")
+    goals = [_number(place, len(known), "what is written to") for place, _ in entries["writes"]]
+    writes = tuple((place, _number(at, math.inf, "output")) for place, at in entries["writes"])
+    _require(all(isinstance(known[place], Slot) for place in (*order, *goals)), "an input of the program is no tensor")
     _require(len(set(order)) == len(order), "an input of the program is given twice")
     _require(len({slot.name for slot in parameters}) == len(parameters), "two parameters have one name")
     for text, several in (("takes", arguments), ("gives", results)):
@@ -279,9 +269,8 @@ def _read_result(at: Any, entries: Any, mesh: Mesh) -> tuple[int | None, Slot | 
 def _read_value(entries: Any, mesh: Mesh) -> Slot | Fixed:
     if type(entries) is dict and "value" in entries:
         _keys(entries, Fixed._fields, "a value")
-        _require(
-            type(entries["name"]) is str and type(entries["value"]) in _PLAIN, f"{entries['name']!r} is no number and no text"
-        )
+        plain = type(entries["name"]) is str and type(entries["value"]) in _PLAIN
+        _require(plain, f"{entries['name']!r} is no number and no text")
         return Fixed(**entries)
     return _read_slot(entries, mesh)
 
@@ -303,13 +292,9 @@ def _read_slot(entries: Any, mesh: Mesh) -> Slot:
 
 
 def _is_dense(slot: Slot) -> bool:
-    """Whether the elements of a tensor fill its memory: programs are compiled for inputs without gaps."""
-    step = 1
-    for stride, size in sorted(zip(slot.stride, slot.shape, strict=True)):
-        if size > 1 and stride != step and 0 not in slot.shape:
-            return False
-        step *= size
-    return True
+    """Whether the elements of a tensor fill its memory: in the order of its strides it is contiguous."""
+    order = sorted(range(len(slot.shape)), key=lambda dim: (slot.stride[dim], slot.shape[dim]), reverse=True)
+    return torch.empty_strided(slot.shape, slot.stride, device="meta").permute(order).is_contiguous()
 
 
 def _read_layout(text: str, mesh: Mesh) -> Layout:
@@ -320,10 +305,8 @@ def _read_layout(text: str, mesh: Mesh) -> Layout:
     axes = [axis for dim in layout.dims for factor in dim for axis in factor.axes] + [axis for axis, _ in layout.partials]
     _require(len(set(axes)) == len(axes) and set(axes) <= set(sizes), f"{text!r} names an axis twice, or one that is not there")
     for factor in (factor for dim in layout.dims for factor in dim):
-        parts = math.prod(sizes[axis] for axis in factor.axes)
-        _require(
-            len(factor.sizes) == parts and sum(factor.sizes) == factor.size, f"{text!r}: shards do not add up to their dim"
-        )
+        fits = len(factor.sizes) == math.prod(sizes[axis] for axis in factor.axes) and sum(factor.sizes) == factor.size
+        _require(fits, f"{text!r}: shards do not add up to their dim")
         _require(min(factor.sizes) >= 0, f"{text!r} has a negative size")
     _require(all(kind in KINDS for _, kind in layout.partials), f"{text!r} is partial what no Partial is")
     _require(len(layout.stride) == layout.ndim and min(layout.stride, default=0) >= 0, f"{text!r} has strides of no tensor")
@@ -348,26 +331,18 @@ def _chip(device: str) -> str:
 
 def check_world(manifest: Manifest, source: str, given: Mesh | None) -> Mesh:
     """The mesh of a package, if this process is in a job for which it was made."""
-    mesh, ranks = Mesh.read(manifest.facts["mesh"]), manifest.facts["ranks"]
+    mesh, ranks, chip = Mesh.read(manifest.facts["mesh"]), manifest.facts["ranks"], manifest.facts["chip"]
+    shown = _as_text(mesh)
     if given is not None and given is not mesh:
-        raise CompileError(
-            f"{source} is for the mesh {_as_text(mesh)}, given is {_as_text(given)}; make such a mesh, or export for this one"
-        )
-    if manifest.facts["chip"] != _chip(mesh.device):
-        raise CompileError(
-            f"{source} has kernels for {manifest.facts['chip']}, here is {_chip(mesh.device)}; export it on such a machine"
-        )
+        remedy = "make such a mesh, or export for this one"
+        raise CompileError(f"{source} is for the mesh {shown}, given is {_as_text(given)}; {remedy}")
+    if chip != _chip(mesh.device):
+        raise CompileError(f"{source} has kernels for {chip}, here is {_chip(mesh.device)}; export it on such a machine")
     there = join(mesh.device)
-    if not there:
-        raise CompileError(
-            f"{source} is for a job of {ranks} ranks with the mesh {_as_text(mesh)}, and no job is running; start it by "
-            "torchrun, or call torch.distributed.init_process_group first"
-        )
     if there != ranks:
-        raise CompileError(
-            f"{source} is for a job of {ranks} ranks with the mesh {_as_text(mesh)}, this one has {there} ranks; "
-            f"start {ranks}, or export for a mesh of this job"
-        )
+        found = f"this one has {there} ranks; start {ranks}, or export for a mesh of this job"
+        none = "and no job is running; start it by torchrun, or call torch.distributed.init_process_group first"
+        raise CompileError(f"{source} is for a job of {ranks} ranks with the mesh {shown}, {found if there else none}")
     return mesh
 
 
