@@ -142,9 +142,7 @@ class Pipeline(nn.Module):
             return found / scale
 
         with deferred_gradients(self.own_parameters()), torch.enable_grad():
-            run = self._run(split.parts(first), finish)
-            run.through(self.schedule, self._clock, self.mesh.root)
-            total = self._result(run, lambda results: torch.stack(results).sum(), loss)
+            total = self._run(self.schedule, split.parts(first), finish, lambda results: torch.stack(results).sum(), loss)
         self._fill_gradients()
         return total.redistribute(self.mesh.root)
 
@@ -152,30 +150,27 @@ class Pipeline(nn.Module):
         """What the last stage gives for a batch, without gradients: on the last stage's mesh, shapes on the other ranks."""
         first = onto(inputs, self._stages[0].mesh, self.placements)
         split = Split(first, self.schedule.microbatches)
+        table = forwards(len(self.stages), split.microbatches)
         with torch.no_grad():
-            run = self._run(split.parts(first), lambda out, _: out)
-            run.through(forwards(len(self.stages), split.microbatches), self._clock, self.mesh.root)
-            return self._result(run, split.join, None)
+            return self._run(table, split.parts(first), lambda out, _: out, split.join)
 
-    def _run(self, batches: list[Any], finish: Callable[[Any, int], Any]) -> BatchRun:
-        """A run of a batch, with the contracts of earlier batches like it."""
+    def _run(self, table: Schedule, batches: list[Any], finish: Any, join: Callable[[Any], Any], loss: Any = None) -> Any:
+        """`join` of all microbatches' results, on the last stage's mesh; without data on other ranks."""
         inputs = Contract.of(batches[0])[0].filled(lambda spec: spec.layout.write())
         casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
         key = repr((inputs, torch.is_grad_enabled(), [stage.training for stage in self.stages], casts))
-        return BatchRun(self._stages, self._links, batches, _remembered(self._contracts, key, dict), finish)
-
-    def _result(self, run: BatchRun, join: Callable[[Any], Any], loss: Any) -> Any:
-        """`join` of all microbatches' results, on the last stage's mesh; without data on other ranks."""
+        contracts = _remembered(self._contracts, key, dict)  # of earlier batches like this one
+        run, last = BatchRun(self._stages, self._links, batches, contracts, finish), self._stages[-1]
+        run.through(table, self._clock, self.mesh.root)
         if self._recorded is not None:
             self._recorded += run.spans
         self.most_held = tuple(run.most_held)
-        last = run.stages[-1]
         with torch.no_grad():
             result = join(run.results) if last.here else None
         own = None if result is None else Contract.of(result)[0]
         # By identity; both are held, so that no other object gets their id. Every rank has seen the same functions before.
-        key = (id(run.contracts), id(loss))
-        *_, known = _remembered(self._results, key, lambda: (run.contracts, loss, announce(own, self.mesh, last.index)))
+        pair = (id(contracts), id(loss))
+        *_, known = _remembered(self._results, pair, lambda: (contracts, loss, announce(own, self.mesh, last.index)))
         if own is not None:
             check_same(last.index, own, known)
         if last.here:

@@ -2,8 +2,7 @@
 
 In the order of imports, which go down only:
 
-    spread        distributes a tensor from index sets alone, with partial values that are hard to get right
-    compare       how a value on DTensors differs from the one on one device
+    spread        distributes tensors, with partial values that are hard to get right, and compares them with one device's
     calls         `Sample`: one call of an operator on plain tensors
     soundness     whether everything that a rule offers gives what one device gives
     register      `rule`: a rule for a user's own operator, proven before it is taken

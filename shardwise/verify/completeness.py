@@ -22,9 +22,8 @@ from ..layouts.mesh import Mesh
 from ..propagation.decide import State, decide, offers
 from ..propagation.notation import Rule
 from .calls import Sample
-from .compare import close
 from .soundness import bound_call, kinds_of, meshes, placement_of
-from .spread import local_shards, reduced, spread
+from .spread import close, local_shards, reduced, spread
 
 #: Combinations of placements tried of one sample at most, and tensors that are not just replicated.
 COMBINATIONS, JOINTLY = 250, 3

@@ -21,10 +21,9 @@ from ..layouts.mesh import Mesh
 from ..layouts.placement import Partial, Placement, Replicate, Shard
 from ..tensor.dtensor import DTensor
 from .calls import Sample
-from .compare import difference
 from .pool import run_tasks
 from .samples import cases, chosen, is_random, operators, run, uninitialised
-from .spread import simulated_mesh, spread
+from .spread import difference, simulated_mesh, spread
 
 #: How many samples of an operator are tried, and how many combinations of placements of each.
 SAMPLES, COMBINATIONS = 6, 14
@@ -133,13 +132,13 @@ def _check_case(case: Sample, sweep: Sweep, seed: int) -> Iterator[tuple[str, st
     for number, placements in enumerate(combinations(case.tensors, mesh, COMBINATIONS, seed)):
         wanted = case.differentiable and (not sweep.inplace or number % 2 == 1)
         if wanted not in dense:
-            dense[wanted] = run_dense(case, wanted, sweep.inplace)
+            dense[wanted] = _run_dense(case, wanted, sweep.inplace)
         want = dense[wanted]
         shown = " ".join(f"{list(p)}" for p in placements)
         try:
             several = enumerate(zip(case.tensors, placements, strict=True), number)
             given = [spread(t, mesh, p, turn) for turn, (t, p) in several]
-            got = _run(case, given, want.differentiable, sweep.inplace, _spread_cotangents(mesh, number))
+            got = _run(case, given, want.differentiable, sweep.inplace, number)
         except Exception as error:
             yield "error", f"{shown}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:300]
             continue
@@ -156,35 +155,27 @@ class Outputs(NamedTuple):
     differentiable: bool
 
 
-def run_dense(case: Sample, differentiable: bool, inplace: bool) -> Outputs:
+def _run_dense(case: Sample, differentiable: bool, inplace: bool) -> Outputs:
     """The call on one device; without gradients where it has none for these arguments."""
     if differentiable:
         with suppress(RuntimeError):
-            return _run(case, [t.clone() for t in case.tensors], True, inplace, lambda out, cotangent: cotangent)
-    return _run(case, [t.clone() for t in case.tensors], False, inplace, lambda out, cotangent: cotangent)
+            return _run(case, [t.clone() for t in case.tensors], True, inplace)
+    return _run(case, [t.clone() for t in case.tensors], False, inplace)
 
 
-def _run(case: Sample, tensors: list[Any], differentiable: bool, inplace: bool, placed: Any) -> Outputs:
+def _run(case: Sample, tensors: list[Any], differentiable: bool, inplace: bool, number: int = 0) -> Outputs:
     generator = torch.Generator().manual_seed(0)
 
     def cotangent(out: Tensor) -> Tensor:
-        return placed(out, torch.randn(out.shape, dtype=out.dtype, generator=generator))
+        """A gradient of a result; of DTensors replicated, sharded or partial, by the number of the run."""
+        value = torch.randn(out.shape, dtype=out.dtype, generator=generator)
+        if not isinstance(out, DTensor):
+            return value
+        placement = (Replicate(), Shard(0) if value.ndim else Replicate(), Partial("sum"))[number % 3]
+        return spread(value, out.mesh, [placement] * out.mesh.ndim, number)
 
     results = run(case, tensors, differentiable, cotangent, inplace)
     return Outputs(results, tensors, [t.grad for t in tensors] if differentiable else [], differentiable)
-
-
-def _spread_cotangents(mesh: Mesh, number: int) -> Any:
-    """Gradients of results are replicated, shard or partial, in turn."""
-
-    def placed(out: Any, cotangent: Tensor) -> Any:
-        if not isinstance(out, DTensor):
-            return cotangent
-        shard: Placement = Shard(0) if cotangent.ndim else Replicate()
-        placement = (Replicate(), shard, Partial("sum"))[number % 3]
-        return spread(cotangent, mesh, [placement] * mesh.ndim, number)
-
-    return placed
 
 
 def _differences(got: Outputs, want: Outputs) -> str | None:

@@ -84,9 +84,8 @@ def _check_words(words: dict[str, Any]) -> None:
         elif name in ("whole", "static", "free", "passes", "unoffered"):
             optional(instance, value, (str, tuple, list, set, frozenset), what, "a text, or several")
         else:
-            raise OperatorError(
-                f"sw.rule: {name}= is no word of a rule; see shardwise.propagation.notation.Rule for those there are"
-            )
+            known = "see shardwise.propagation.notation.Rule for those there are"
+            raise OperatorError(f"sw.rule: {name}= is no word of a rule; {known}")
 
 
 def _check_operator(facts: Any, samples: Sequence[Any]) -> None:

@@ -27,8 +27,7 @@ from ..tensor.arguments import bind, keyed
 from ..tensor.dispatch import carry_out
 from ..tensor.dtensor import DTensor
 from .calls import Sample, literal
-from .compare import difference
-from .spread import shards_of, simulated_mesh, spread
+from .spread import difference, shards_of, simulated_mesh, spread
 
 #: How many pairs of candidates on a mesh of two axes, and how many placements of all tensors, are tried of one sample.
 PAIRS, PLACEMENTS = 6, 8

@@ -1,7 +1,7 @@
-"""Distributes a tensor from index sets alone, without `redistribute`, and with partial values that are hard to get right.
+"""Distributes tensors from index sets alone, without `redistribute`, and compares such tensors with those of one device.
 
-Summands have alternating signs and uneven magnitudes, other ones from element to element, and add up exactly; where a max or a
-product is partial, every element has its own rank that holds it.
+Partial values are made to be hard to get right: summands have alternating signs and uneven magnitudes, other ones from element
+to element, and add up exactly; where a max or a product is partial, every element has its own rank that holds it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .._torch.tensors import tree_leaves
 from ..comm import Bundle
 from ..comm.encoding import combine
+from ..comm.simulated import shared
 from ..layouts.from_placements import make_layout
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..tensor.dtensor import DTensor
 
+#: How far numbers may be apart, for the largest of them.
+RELATIVE = 2e-4
 #: Unsigned integers, and what their bits are read as.
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
@@ -79,32 +83,21 @@ def assembled(x: DTensor) -> list[Tensor]:
     layout, mesh = x._layout, x._layout.mesh
     kinds = dict(layout.partials)
     copies = [axis for axis in mesh.axes if axis not in layout.states]
-    wholes: dict[Any, dict[Any, Tensor]] = {}
+    summands = [mesh.axis_sizes[axis] for axis in kinds]  # dims before those of the tensor
+    wholes: dict[Any, Tensor] = {}
     for place, shard in enumerate(shards_of(x)):
         point = dict(zip(mesh.axes, mesh.coordinates[place], strict=True))
-        summands = wholes.setdefault(tuple(point[axis] for axis in copies), {})
-        partials = tuple(point[axis] for axis in kinds)
-        if partials not in summands:
-            summands[partials] = torch.empty(layout.shape, dtype=shard.dtype)
-        _put(summands[partials], shard.detach().to_dense(), layout, place)
-    return [_combined(summands, list(kinds.values())) for summands in wholes.values()]
-
-
-def _put(whole: Tensor, shard: Tensor, layout: Layout, place: int) -> None:
-    index = torch.meshgrid(*(_indices(layout, dim, place) for dim in range(shard.ndim)), indexing="ij") if shard.ndim else ()
-    if shard.dtype in UNSIGNED:  # which torch cannot write by index
-        whole, shard = whole.view(UNSIGNED[shard.dtype]), shard.contiguous().view(UNSIGNED[shard.dtype])
-    whole[index] = shard
-
-
-def _combined(summands: dict[Any, Tensor], kinds: list[str]) -> Tensor:
-    """The summands reduced over one axis after the other."""
-    for kind in reversed(kinds):
-        groups: dict[Any, list[Tensor]] = {}
-        for partials, value in sorted(summands.items(), key=lambda item: item[0]):
-            groups.setdefault(partials[:-1], []).append(value)
-        summands = {partials: reduced(values, kind) for partials, values in groups.items()}
-    return summands[()]
+        shard, key = shard.detach().to_dense(), tuple(point[axis] for axis in copies)
+        if key not in wholes:
+            wholes[key] = torch.empty([*summands, *layout.shape], dtype=shard.dtype)
+        whole = wholes[key][tuple(point[axis] for axis in kinds)]
+        index = torch.meshgrid(*(_indices(layout, dim, place) for dim in range(x.ndim)), indexing="ij") if x.ndim else ()
+        if shard.dtype in UNSIGNED:  # which torch cannot write by index
+            whole, shard = whole.view(UNSIGNED[shard.dtype]), shard.contiguous().view(UNSIGNED[shard.dtype])
+        whole[index] = shard
+    for number, kind in reversed([*enumerate(kinds.values())]):
+        wholes = {key: reduced(whole.unbind(number), kind) for key, whole in wholes.items()}
+    return list(wholes.values())
 
 
 def reduced(values: Sequence[Tensor], kind: str) -> Tensor:
@@ -166,3 +159,75 @@ _SPLITS: dict[str, Any] = {
     **{"sum": _sum, "avg": _sum, "sum of one": _one, "avg of one": _one, "product": _product},
     **{"max": partial(_extreme, -1), "min": partial(_extreme, 1)},
 }
+
+
+# ── what differs from one device ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def difference(got: Any, want: Any, relative: float = RELATIVE) -> str | None:
+    """Where two results (lists and tuples included) differ first; None where they agree.
+
+    >>> difference(torch.ones(2), torch.zeros(2))
+    'gives [1.0, 1.0], not [0.0, 0.0]'
+    """
+    several, wanted = tree_leaves(got), tree_leaves(want)
+    if len(several) != len(wanted):
+        return f"gives {len(several)} results, not {len(wanted)}"
+    for number, (one, other) in enumerate(zip(several, wanted, strict=True)):
+        text = _difference(one, other, relative)
+        if text is not None:
+            return text if len(wanted) == 1 else f"result {number} {text}"
+    return None
+
+
+def _difference(got: Any, want: Any, relative: float) -> str | None:
+    if not isinstance(want, Tensor):
+        same = got == want or (got != got and want != want)
+        if isinstance(want, float | complex) and isinstance(got, int | float | complex):
+            same = same or abs(got - want) <= relative * max(1.0, abs(want))
+        return None if same else f"gives {got!r}, not {want!r}"
+    if not isinstance(got, Tensor) or isinstance(got, Bundle):
+        return f"gives a {type(got).__name__}, not a tensor"
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return f"gives {got.dtype} {list(got.shape)}, not {want.dtype} {list(want.shape)}"
+    want = want.detach()
+    if not isinstance(got, DTensor):
+        return _numbers(got.detach(), want, relative)
+    for place, shard in enumerate(shards_of(got)):
+        if tuple(shard.shape) != got.layout.local_shape(place):
+            return f"holds {list(shard.shape)} at rank {place} of {got.layout}, not {list(got.layout.local_shape(place))}"
+    common = shared(shards_of(got)) if want.layout == torch.strided else None
+    if common is not None:
+        return f"gives ranks {common[0]} and {common[1]} memory in common: a write on one would be one on the other"
+    texts = (_numbers(whole, want, relative) for whole in assembled(got))
+    return next((f"{text} ({got.layout})" for text in texts if text is not None), None)
+
+
+def _numbers(got: Tensor, want: Tensor, relative: float) -> str | None:
+    if want.layout != torch.strided:
+        got, want = got.to_dense(), want.to_dense()
+    return None if close(got, want, relative) else _shown(got, want)
+
+
+def close(got: Tensor, want: Tensor, relative: float = RELATIVE) -> bool:
+    """Whether two tensors of one shape have the same numbers."""
+    if not (want.dtype.is_floating_point or want.dtype.is_complex):
+        return torch.equal(got, want)
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    relative = max(relative, 8 * torch.finfo(want.dtype).eps) if relative else 0.0
+    one, other = got.to(wide), want.to(wide)
+    largest = other.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if want.numel() else 0.0
+    return torch.allclose(one, other, rtol=relative, atol=relative * max(1.0, largest), equal_nan=True)
+
+
+def _shown(got: Tensor, want: Tensor) -> str:
+    """Both values, or the element of many that differs most."""
+    if want.numel() <= 8:
+        return f"gives {got.tolist()}, not {want.tolist()}"
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    apart = (got.to(wide) - want.to(wide)).abs()
+    apart = torch.where(got.isnan() != want.isnan(), torch.inf, apart.nan_to_num(0.0, torch.inf))
+    worst = int(apart.argmax())
+    place = [int(i) for i in torch.unravel_index(torch.tensor(worst), want.shape)]
+    one, other = got.reshape(-1)[worst].item(), want.reshape(-1)[worst].item()
+    return f"gives {one} at {place}, not {other}"

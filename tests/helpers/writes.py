@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.base.schema import functional_form, schema_of
-from shardwise.verify.compare import difference
-from shardwise.verify.spread import spread
+from shardwise.verify.spread import difference, spread
 
 aten = torch.ops.aten
 MESH = sw.Mesh(("a",), (2,), range(2), "cpu", "simulated")

@@ -25,8 +25,7 @@ from shardwise.errors import OperatorError
 from shardwise.propagation.operator import operator_of
 from shardwise.propagation.table import find
 from shardwise.tensor.fallback import choose, decompose
-from shardwise.verify.compare import difference
-from shardwise.verify.spread import spread
+from shardwise.verify.spread import difference, spread
 
 aten = torch.ops.aten
 MESH = sw.Mesh(("a",), (2,), range(2), "cpu", "simulated")
