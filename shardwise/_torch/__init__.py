@@ -4,9 +4,8 @@ In the order of imports, which go down only:
 
     tensors       tensors, operators, the dispatcher and autograd
     symbols       symbolic sizes of a trace
-    compiler      Dynamo, AOTAutograd and Inductor
+    compiler      Dynamo, AOTAutograd and Inductor, also ahead of time for packages
     groups        process groups and meshes of `torch.distributed`
     replacements  what stands in for functions of torch
     patches       the table of all changes to torch, and what installs them
-    aoti          what packages need of torch's private names
 """

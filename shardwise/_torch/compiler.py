@@ -9,9 +9,12 @@ import contextlib
 import contextvars
 import importlib
 import itertools
+import logging
 import os
+import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, TypeVar
@@ -23,6 +26,9 @@ from torch._opaque_base import OpaqueBaseMeta as OpaqueBaseMeta
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import treespec_dumps as treespec_dumps
+from torch.utils._pytree import treespec_loads as treespec_loads
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..errors import OperatorError, RematError
@@ -382,3 +388,88 @@ _WRITTEN = (
 
 #: The module that looks through the inputs of branches and loops (`torch.cond` and its like) for what they share.
 TAKES_BRANCHES = "torch._higher_order_ops.utils"
+
+
+# ── packages and artifact files ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def compile_package(program: Any, path: str, settings: dict[str, Any]) -> None:
+    """Write an exported program, compiled ahead of time, to a file (a zip archive, `*.pt2`)."""
+    compiler = importlib.import_module("torch._inductor").aoti_compile_and_package
+    # The compiler writes what it finds out of this machine into its settings, which are part of the keys of all caches.
+    written = importlib.import_module("torch._inductor.config").patch({"aot_inductor.metadata": {}})
+    with warnings.catch_warnings(), written, _by_name(torch.ops.aten._grouped_mm.default), _numbered_dtypes():
+        warnings.simplefilter("ignore", FutureWarning)  # torch warns of what it does itself
+        compiler(program, package_path=path, inductor_configs=dict(settings))
+
+
+def sizes_of_data() -> Any:
+    """A block in which the tracer goes on behind operators whose results have a size that depends on data."""
+    return importlib.import_module("torch._dynamo.config").patch(capture_dynamic_output_shape_ops=True)
+
+
+def _by_name(operator: Any) -> Any:
+    """In the block Inductor calls an operator by its name if it has no function for it: torch 2.11 takes one for granted."""
+    importlib.import_module("torch._inductor.compile_fx")  # fills the table below
+    lowering = importlib.import_module("torch._inductor.lowering")
+    known = str(operator) in importlib.import_module("torchgen.aoti.fallback_ops").inductor_fallback_ops
+    needed = not known and operator in lowering.lowerings
+    return _with_entries(lowering.lowerings, {operator: lowering.fallback_handler(operator)} if needed else {})
+
+
+#: The dtypes by their numbers in C++.
+_NUMBERS = dict(
+    enumerate(["uint8", "int8", "int16", "int32", "int64", "half", "float", "double", "complex32", "cfloat", "cdouble", "bool"])
+) | {15: "bfloat16"}
+
+
+def _numbered_dtypes() -> Any:
+    """In the block an operator that is called by name is told dtypes by their numbers in C++: torch 2.11 reads them as these,
+    and writes others, which makes float64 of float32 without an error."""
+    table = importlib.import_module("torch._export.serde.serialize")._TORCH_TO_SERIALIZE_DTYPE
+    numbers = {getattr(torch, name): number for number, name in _NUMBERS.items()}
+    return _with_entries(table, numbers if torch.__version__.startswith("2.11.") else {})
+
+
+@contextlib.contextmanager
+def _with_entries(table: dict[Any, Any], entries: dict[Any, Any]) -> Iterator[None]:
+    before = {key: table[key] for key in entries}
+    table.update(entries)
+    try:
+        yield
+    finally:
+        table.update(before)
+
+
+def leaves_with_paths(value: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """What a nested value holds, each with where it is (`[0]['cache']`), and how it is nested."""
+    leaves, structure = tree_flatten_with_path(value)
+    return [(keystr(path), leaf) for path, leaf in leaves], structure
+
+
+def open_package(path: str) -> Any:
+    """What runs a compiled program on a list of tensors, which it empties: `boxed_run`. The public loader imports the compiler
+    first, which takes seconds."""
+    loader: Any = torch._C._aoti.AOTIModelPackageLoader
+    single_threaded, runners, this_device = False, 1, -1
+    return loader(path, "model", single_threaded, runners, this_device)
+
+
+def read_artifacts(data: bytes) -> Any:
+    """torch's artifacts as they were saved, by kind; None where torch cannot read them, or one would be kept outside the
+    compiler's folder. (The public function warns of the first and looks at no name.)"""
+    record = importlib.import_module("torch.compiler._cache").CacheArtifactManager
+    log = logging.getLogger("torch.compiler._cache")
+    log.disabled, before = True, log.disabled  # what it would warn of is raised
+    try:
+        found = record.deserialize(data)
+    finally:
+        log.disabled = before
+    # Names are paths, but those of profiles, in which torch replaces slashes.
+    names = [artifact.key for kind, several in (found or {}).items() if kind != "pgo" for artifact in several]
+    return None if any(".." in re.split(r"[/\\]", name) or name[:1] in ("/", "\\") for name in names) else found
+
+
+def keep_artifacts(found: Any) -> None:
+    """Put artifacts into torch's caches, so that compiling the same again finds them."""
+    importlib.import_module("torch.compiler._cache").CacheArtifactManager.populate_caches(found)

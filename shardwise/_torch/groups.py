@@ -13,6 +13,7 @@ from torch._C import _distributed_c10d
 #: A name of our own for a process group, equal on every rank, so that a traced graph holds nothing of one rank.
 register_group: Any = _distributed_c10d._register_process_group
 unregister_group: Any = _distributed_c10d._unregister_process_group
+_resolve_group: Any = _distributed_c10d._resolve_process_group
 
 #: The work that fills a tensor, where `wait_tensor` finds it: a traced program holds tensors, and no work.
 register_work: Any = _distributed_c10d._register_work
@@ -61,11 +62,6 @@ def new_group(ranks: tuple[int, ...], name: str) -> Any:
     return made
 
 
-def free_group(group: Any) -> None:
-    """End a process group that `new_group` made, with its threads; its ranks do so in the same order."""
-    torch.distributed.destroy_process_group(group)
-
-
 def current_device_mesh() -> Any:
     """The `DeviceMesh` whose `with` block this is in, if any; no public function tells."""
     stack = torch.distributed.device_mesh._mesh_resources.mesh_stack
@@ -78,3 +74,12 @@ def job_store(prefix: str) -> Any:
     store = _c10d._get_default_store()
     store.check([prefix])  # fails at once if the store is gone, where a new connection would be tried for minutes
     return _c10d.PrefixStore(prefix, store.clone())
+
+
+def is_group(name: str) -> bool:
+    """Whether a process group goes by this name."""
+    try:
+        _resolve_group(name)
+    except RuntimeError:
+        return False
+    return True

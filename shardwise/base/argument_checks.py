@@ -99,14 +99,8 @@ def number(value: Any, what: str, above: float | None = None, least: float | Non
         return value
     bound = f" above {above:g}" if above is not None else f" of at least {least:g}" if least is not None else ""
     bound += f" up to {most:g}" if most < math.inf else ""
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    if (
-        not known
-        or value != value
-        or (above is not None and value <= above)
-        or (least is not None and value < least)
-        or value > most
-    ):
+    known = isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    if not known or (above is not None and value <= above) or (least is not None and value < least) or value > most:
         refuse(what, f"a number{bound}", value)
     return value
 
@@ -145,12 +139,8 @@ def sizes(value: Any, what: str) -> tuple[int, ...]:
     if torch.compiler.is_compiling():
         return tuple(value)  # comparing would settle sizes that a program is traced without
     found = integers(value, what, 0)
-    if not any(isinstance(size, SymInt) for size in found):
-        count = 1
-        for size in found:
-            count *= max(size, 1)
-        if count >= 2**63:
-            refuse(what, "the sizes of a tensor of fewer than 2**63 elements", value)
+    if not any(isinstance(size, SymInt) for size in found) and math.prod(max(size, 1) for size in found) >= 2**63:
+        refuse(what, "the sizes of a tensor of fewer than 2**63 elements", value)
     return found
 
 
@@ -209,9 +199,7 @@ def a_module(value: Any, what: str) -> nn.Module:
 
 def file_to_write(value: Any, what: str) -> Path:
     """A path at which a file can be written: not a folder, in a folder that is there."""
-    path = a_path(value, what)
-    if path.is_dir():
-        raise ArgumentError(f"{what} is a file to write, got the folder {str(path)!r}; name a file in it")
+    path = _file(value, what, "write")
     if not path.absolute().parent.is_dir():
         raise ArgumentError(f"{what} is a file to write, got {str(path)!r}, whose folder is not there; make it first")
     return path
@@ -219,11 +207,16 @@ def file_to_write(value: Any, what: str) -> Path:
 
 def file_to_read(value: Any, what: str) -> Path:
     """The path of a file that is there."""
-    path = a_path(value, what)
-    if path.is_dir():
-        raise ArgumentError(f"{what} is a file to read, got the folder {str(path)!r}; name a file in it")
+    path = _file(value, what, "read")
     if not path.exists():
         raise MissingFileError(f"{what} is a file to read, got {str(path)!r}, which is not there")
+    return path
+
+
+def _file(value: Any, what: str, use: str) -> Path:
+    path = a_path(value, what)
+    if path.is_dir():
+        raise ArgumentError(f"{what} is a file to {use}, got the folder {str(path)!r}; name a file in it")
     return path
 
 

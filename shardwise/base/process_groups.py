@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
-from .._torch.groups import free_group, job_store, new_group
+from .._torch.groups import job_store, new_group
 from .caches import cache_clear
 
 Ranks = tuple[int, ...]
@@ -81,13 +81,14 @@ class _JobGroups:
         """Free the groups among these ranks that all of their ranks can do without."""
         self._look_for_ends()
         with self._changing:
-            spare = {r: g.process for r, g in self._groups.items() if _is_spare(g) and set(r) <= set(ranks)}
+            within = [(r, group) for r, group in self._groups.items() if set(r) <= set(ranks)]
+            spare = {r: group.process for r, group in within if group.process is not None and not len(group.needed_by)}
             for each in spare:
                 self._groups[each].process = None  # a thread that needs it again waits for what comes of it
         freed: list[Ranks] = []
         try:
             for each in self._agreed(ranks, sorted(spare)):
-                free_group(spare[each])
+                dist.destroy_process_group(spare[each])
                 freed.append(each)
         finally:
             with self._changing:
@@ -98,17 +99,13 @@ class _JobGroups:
                 self._changing.notify_all()
 
     def _look_for_ends(self) -> None:
-        """Let go of meshes that only caches, and cycles that were not collected yet, hold: the more rarely, the more are
-        alive."""
+        """Let go of meshes that only caches and uncollected cycles hold: the more rarely, the more are alive."""
         if len(self._groups) < self._limit:
             return
         cache_clear()
         gc.collect()
-        self._limit = max(FEW, 2 * self._alive())
-
-    def _alive(self) -> int:
         with self._changing:
-            return sum(len(group.needed_by) > 0 for group in self._groups.values())
+            self._limit = max(FEW, 2 * sum(len(group.needed_by) > 0 for group in self._groups.values()))
 
     def _agreed(self, ranks: Ranks, spare: list[Ranks]) -> list[Ranks]:
         """Those of the spare groups that every rank of theirs can spare; collective over `ranks`, by way of the job's store."""
@@ -121,10 +118,6 @@ class _JobGroups:
         told = {rank: {tuple(each) for each in json.loads(self._store.get(f"{name}/{rank}"))} for rank in ranks}
         self._store.delete_key(f"{before}/{me}")  # all have come here, and so have read it
         return [each for each in spare if all(each in told[rank] for rank in each)]
-
-
-def _is_spare(group: _SharedGroup) -> bool:
-    return group.process is not None and not len(group.needed_by)
 
 
 _jobs: WeakKeyDictionary[Any, _JobGroups] = WeakKeyDictionary()

@@ -135,7 +135,8 @@ class Setting(Generic[T]):
         for block in reversed(list(self._active)):
             frame = block.frame
             is_running = block.active and (frame is None or frame.f_back is not None)  # what is suspended has no caller
-            if is_running and (block.of_main or _is_foreign_thread()):
+            is_foreign = threading.current_thread().name.startswith("Dummy-")  # made up: Python did not start the thread
+            if is_running and (block.of_main or is_foreign):
                 return block
         return None
 
@@ -145,11 +146,6 @@ def _still_active(block: _Entered[T] | None) -> _Entered[T] | None:
     while block is not None and not block.active:
         block = block.before
     return block
-
-
-def _is_foreign_thread() -> bool:
-    """Whether the thread was not started by Python: `threading` then makes up a name for it."""
-    return threading.current_thread().name.startswith("Dummy-")
 
 
 def _suspendable(frame: FrameType | None) -> FrameType | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from .._torch.aoti import is_group
+from .._torch.groups import is_group
 from ..errors import CompileError
 from ..layouts.mesh import Mesh
 from .aliases import forget, register

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from .._torch.aoti import compile_package, leaves_with_paths, treespec_dumps
+from .._torch.compiler import compile_package, leaves_with_paths, treespec_dumps
 from .._torch.tensors import tree_unflatten
 from ..base.argument_checks import a_function, file_to_write, instance, optional, several
 from ..comm import pretend, seen

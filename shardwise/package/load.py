@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch.aoti import open_package, treespec_loads
+from .._torch.compiler import open_package, treespec_loads
 from .._torch.tensors import tree_flatten, tree_unflatten
 from ..base.argument_checks import file_to_read, instance, optional
 from ..comm import transport

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from .._torch.aoti import sizes_of_data
-from .._torch.compiler import local_graphs
+from .._torch.compiler import local_graphs, sizes_of_data
 from .._torch.tensors import tree_flatten, tree_unflatten
 from ..comm import Bundle, seen
 from ..comm.tracing import refuse_unequal, tracing

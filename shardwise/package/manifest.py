@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from .._torch.aoti import treespec_loads
+from .._torch.compiler import treespec_loads
 from ..comm.worlds import join
 from ..errors import CompileError
 from ..layouts.layout import Layout

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from ..layouts.layout import Dim, Layout, sharded, whole
 from ..layouts.placement import KINDS
 from ..planning.cost import PER_WORK, change, collective, links
 from ..planning.plan import Plan, plan
-from .notation import Call, Kernel, Pattern, Proposal, Result, Rule, additive, labels
+from .notation import Call, Pattern, Proposal, Result, Rule, additive, labels
 
 State = int | str | None
 Names = tuple[str | None, ...]
@@ -26,25 +26,14 @@ SWAPPED = {"max": "min", "min": "max"}
 
 
 @dataclass(frozen=True)
-class Decision:
+class Decision(Proposal):
     """What to do for one operator on given layouts.
 
     moves      (tensor, from, to)
-    results    the layouts of the results
-    edits      arguments to replace, by name
-    call       runs on the local values in place of the operator
-    kernel     the same on each rank's own tensors, with `extra` after the positional arguments
-    program    runs on DTensors in place of all this
     copy_back  no local form of an in-place operator keeps its argument's layout: the functional form runs and is copied back
     """
 
     moves: tuple[tuple[int, Layout, Layout], ...] = ()
-    results: tuple[Layout | None, ...] = ()
-    edits: dict[str, Any] = field(default_factory=dict)
-    call: Kernel | None = None
-    kernel: Kernel | None = None
-    extra: tuple[Any, ...] = ()
-    program: Kernel | None = None
     copy_back: bool = False
 
     @cached_property
@@ -106,10 +95,15 @@ def along(rule: Rule, call: Call, choices: dict[str, Candidate]) -> Decision:
 def _from_proposal(proposal: Proposal, call: Call) -> Decision:
     if proposal.program is not None:
         return Decision(program=proposal.program)
-    moves = [(i, t, w) for i, (t, w) in enumerate(zip(call.tensors, proposal.wants, strict=True)) if t is not w]
-    if call.written is not None and any(i == call.written for i, _, _ in moves):
+    moves = _moves(call, proposal.wants)
+    if call.written is not None and call.written in [i for i, _, _ in moves]:
         return Decision(copy_back=True)
-    return Decision(tuple(moves), proposal.results, proposal.edits, proposal.call, proposal.kernel, proposal.extra)
+    facts = (proposal.edits, proposal.call, proposal.kernel, proposal.extra)
+    return Decision(proposal.wants, proposal.results, *facts, moves=moves)
+
+
+def _moves(call: Call, wants: Iterable[Layout]) -> tuple[tuple[int, Layout, Layout], ...]:
+    return tuple([(i, t, w) for i, (t, w) in enumerate(zip(call.tensors, wants, strict=True)) if t is not w])
 
 
 # ── binding a sentence to a call ──────────────────────────────────────────────────────────────────────────────────────
@@ -356,10 +350,9 @@ def _from_choices(rule: Rule, call: Call, bound: Bound, choices: dict[str, Candi
     for i, (result, out_names) in enumerate(zip(call.results, bound.outputs, strict=True)):
         partials = tuple([(a, kind) for a, c in pairs if type(kind := c.results[i]) is str])
         results.append(call.result(i, _dims(out_names or (None,) * len(result.shape), result.shape, dims), partials))
-    moves = tuple([(i, t, w) for i, (t, w) in enumerate(zip(call.tensors, wants, strict=True)) if t is not w])
     made = rule.kernel(call, wants) if rule.kernel is not None else None
     kernel, *extra = made if isinstance(made, tuple) else (made,)
-    return Decision(moves, tuple(results), kernel=kernel, extra=tuple(extra))
+    return Decision(tuple(wants), tuple(results), kernel=kernel, extra=tuple(extra), moves=_moves(call, wants))
 
 
 def _dims(names: Names, shape: Sequence[int], dims: dict[str, Dim]) -> tuple[Dim, ...]:

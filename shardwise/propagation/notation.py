@@ -150,8 +150,8 @@ class Proposal:
     program    runs on DTensors in place of all this
     """
 
-    wants: tuple[Layout, ...]
-    results: tuple[Layout | None, ...]
+    wants: tuple[Layout, ...] = ()
+    results: tuple[Layout | None, ...] = ()
     edits: dict[str, Any] = field(default_factory=dict)
     call: Kernel | None = None
     kernel: Kernel | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterable
 from dataclasses import fields
 from functools import partial
 from types import CodeType, FrameType, FunctionType
@@ -44,7 +43,8 @@ def make_row(text: str | None = None, **words: Any) -> Rule:
     """A row that is in no table."""
     inputs, outputs = parse(text) if text is not None else ((), ())
     for word in ("whole", "static", "free"):
-        words[word] = _set(words.get(word, ()))
+        value = words.get(word, ())
+        words[word] = frozenset(value.split() if isinstance(value, str) else value)
     return Rule(inputs, outputs, text=text or "", **words)
 
 
@@ -53,10 +53,6 @@ def _place(frame: FrameType | None) -> str:
     while frame and frame.f_back and frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_code.co_name != "<module>":
         frame = frame.f_back
     return f"{frame.f_code.co_filename.removeprefix(_PACKAGE)}:{frame.f_lineno}" if frame else ""
-
-
-def _set(value: str | Iterable[str]) -> frozenset[str]:
-    return frozenset(value.split() if isinstance(value, str) else value)
 
 
 def find(op: Any) -> Rule | None:
@@ -71,7 +67,7 @@ def names_of(op: Any) -> list[str]:
     >>> names_of(torch.ops.aten.add_.Tensor)
     ['aten.add_.Tensor', 'aten.add_', 'aten.add.Tensor', 'aten.add']
     """
-    namespace, name, overload = _parts(op)
+    (namespace, _, name), overload = op._schema.name.partition("::"), op._overloadname
     bases = (name, name[:-1]) if name.endswith("_") and not name.endswith("__") else (name,)
     return [key for base in bases for key in (f"{namespace}.{base}.{overload}", f"{namespace}.{base}")]
 
@@ -108,8 +104,3 @@ def _facts(value: Any) -> Any:
 def _code(code: CodeType) -> Any:
     constants = [_code(c) if isinstance(c, CodeType) else _facts(c) for c in code.co_consts]
     return code.co_code, code.co_names, constants
-
-
-def _parts(op: Any) -> tuple[str, str, str]:
-    namespace, _, name = op._schema.name.partition("::")
-    return namespace, name, op._overloadname

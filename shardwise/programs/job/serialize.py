@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._torch.aoti import keep_artifacts, read_artifacts
-from ..._torch.compiler import compiler_folder
+from ..._torch.compiler import compiler_folder, keep_artifacts, read_artifacts
 from ...errors import CompileError
 from ...propagation.fingerprint import VERSION, library_key
 

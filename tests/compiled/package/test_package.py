@@ -18,7 +18,7 @@ import shardwise as sw
 from examples import train_gpt
 from examples.moe import MoE
 from shardwise import Replicate, Shard
-from shardwise._torch.aoti import compile_package
+from shardwise._torch.compiler import compile_package
 from shardwise.comm import pretend
 from shardwise.package.export import exported
 from shardwise.package.manifest import Manifest, facts_for, read, write

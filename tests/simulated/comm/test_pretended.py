@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise import Mesh
-from shardwise._torch.aoti import is_group
+from shardwise._torch.groups import is_group
 from shardwise.comm.pretended import Pretended
 
 
