@@ -244,7 +244,8 @@ class Mesh(metaclass=OpaqueBaseMeta):
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """The coordinate of this process along one axis, by name or position; a mesh of one axis need not say which."""
-        return self.coordinates[self.here()][self.axes.index(self._axis(mesh_dim))]
+        at = self.axes.index(self._axis(mesh_dim))  # first: what is wrong with the argument is said before where this runs
+        return self.coordinates[self.here()][at]
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """The process group over one axis that this process is in, for as long as the mesh is held; collective over that
