@@ -54,19 +54,14 @@ def boxes(layout: Layout, place: int) -> tuple[Box, ...]:
             f"torch.distributed.checkpoint: a rank's shard of {layout} lies in {count} separate boxes of the tensor, of which "
             f"at most {_MOST_BOXES} are stored; redistribute it to plain Shard placements first"
         )
-    found = []
-    for block in product(*(_with_starts(each) for each in runs)):
-        found.append(Box(*(tuple(column) for column in zip(*block, strict=True))) if block else Box((), (), ()))
-    return tuple(found)
+    blocks = product(*map(_with_starts, runs))
+    return tuple(Box(*zip(*block, strict=True)) if block else Box((), (), ()) for block in blocks)
 
 
 def _with_starts(runs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Offset, size and local start of each run."""
-    found, start = [], 0
-    for first, stop in runs:
-        found.append((first, stop - first, start))
-        start += stop - first
-    return found
+    sizes = [stop - first for first, stop in runs]
+    return [(first, size, sum(sizes[:i])) for i, ((first, _), size) in enumerate(zip(runs, sizes, strict=True))]
 
 
 def held(local: Tensor, layout: Layout) -> list[tuple[Box, Tensor]]:
@@ -94,20 +89,16 @@ def held(local: Tensor, layout: Layout) -> list[tuple[Box, Tensor]]:
 
 def write_items(local: Tensor, layout: Layout, name: str) -> list[Any]:
     """What this process can write of a tensor; torch picks one writer of each box that several processes hold."""
-    metadata, planner = _modules()
+    metadata, planner = _module("metadata"), _module("planner")
     first = {box.offset: (box, shard) for box, shard in reversed(held(local, layout))}
-    return [
-        planner.WriteItem(
-            index=metadata.MetadataIndex(name, torch.Size(box.offset)),
-            type=planner.WriteItemType.SHARD,
-            tensor_data=planner.TensorWriteData(
-                chunk=_chunk(box),
-                properties=metadata.TensorProperties.create_from_tensor(shard),
-                size=layout.shape,
-            ),
-        )
-        for box, shard in first.values()
-    ]
+
+    def item(box: Box, shard: Tensor) -> Any:
+        properties = metadata.TensorProperties.create_from_tensor(shard)
+        data = planner.TensorWriteData(chunk=_chunk(box), properties=properties, size=layout.shape)
+        index = metadata.MetadataIndex(name, torch.Size(box.offset))
+        return planner.WriteItem(index=index, type=planner.WriteItemType.SHARD, tensor_data=data)
+
+    return [item(box, shard) for box, shard in first.values()]
 
 
 def chunk_list(local: Tensor, layout: Layout) -> list[Any]:
@@ -133,13 +124,12 @@ def shard_of(local: Tensor, layout: Layout, index: Any) -> Tensor:
 
 
 def _chunk(box: Box) -> Any:
-    metadata, _ = _modules()
-    return metadata.ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.sizes))
+    return _module("metadata").ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.sizes))
 
 
-def _modules() -> tuple[Any, Any]:
+def _module(name: str) -> Any:
     """torch's descriptions: imported by whoever stores checkpoints, and a sixth of a second to import for whoever does not."""
-    return tuple(importlib.import_module(f"torch.distributed.checkpoint.{name}") for name in ("metadata", "planner"))  # type: ignore[return-value]
+    return importlib.import_module(f"torch.distributed.checkpoint.{name}")
 
 
 # ── pickles and addresses ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -192,22 +182,17 @@ def _check_shard(shard: Tensor, layout: Layout, place: int) -> None:
         )
 
 
-def refuse_memory(layout: Layout, what: str) -> NoReturn:
-    """Say that a tensor has no memory to be read by its address, as safetensors does."""
-    raise OperatorError(
-        f"{what}: the DTensor {layout} has no memory of its own, its shards lie on {layout.mesh.size()} ranks. To store it "
-        "whole (safetensors, save_pretrained), take x.full_tensor() on every rank and write it on one: save_file({name: "
-        "x.full_tensor()}, path), model.save_pretrained(path, state_dict=whole); to load it, "
-        "model.load_state_dict(load_file(path)). torch.distributed.checkpoint stores the shards of all ranks, and x.to_local() "
-        "is this rank's"
-    )
-
-
 def refuser(name: str) -> Callable[..., NoReturn]:
-    """A method that reads or writes a tensor by its address, refused."""
+    """A method that reads or writes a tensor by its address, as safetensors does: refused."""
 
     def refused(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        refuse_memory(self._layout, name)
+        raise OperatorError(
+            f"{name}: the DTensor {self._layout} has no memory of its own, its shards lie on {self._layout.mesh.size()} ranks. "
+            "To store it whole (safetensors, save_pretrained), take x.full_tensor() on every rank and write it on one: "
+            "save_file({name: x.full_tensor()}, path), model.save_pretrained(path, state_dict=whole); to load it, "
+            "model.load_state_dict(load_file(path)). torch.distributed.checkpoint stores the shards of all ranks, and "
+            "x.to_local() is this rank's"
+        )
 
     refused.__doc__ = "Refused: the memory of a DTensor is its ranks'."
     return refused

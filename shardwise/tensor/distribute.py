@@ -17,7 +17,6 @@ from ..comm.interception import watched
 from ..layouts.from_placements import Placements, make_layout
 from ..layouts.layout import Layout, contiguous_stride, dense_stride, whole
 from ..layouts.mesh import Mesh, chosen
-from ..layouts.placement import Replicate
 from ..layouts.text import written
 from ..propagation.fingerprint import LIBRARY
 from ..redistribution.run import move
@@ -54,11 +53,11 @@ def distribute_tensor(
 
 def distribute(tensor: Tensor, on: Mesh, placements: Any, source: int | None) -> DTensor:
     """A plain tensor, spread over a mesh."""
-    wanted = [Replicate()] * on.ndim if placements is None else placements
-    if isinstance(wanted, Layout):
-        layout = fitting(wanted, tensor.shape, tensor.dtype, on, "distribute_tensor")
+    if isinstance(placements, Layout):
+        layout = fitting(placements, tensor.shape, tensor.dtype, on, "distribute_tensor")
     else:
-        layout = make_layout(tensor.shape, on, wanted, tensor.dtype, dense_stride(tensor.shape, tensor.stride()))
+        placements, stride = {} if placements is None else placements, dense_stride(tensor.shape, tensor.stride())
+        layout = make_layout(tensor.shape, on, placements, tensor.dtype, stride)
     if is_transforming() or (tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled()):
         return _Distribute.apply(tensor, layout, source)
     return _distributed(tensor, layout, source).requires_grad_(tensor.requires_grad)
@@ -67,7 +66,8 @@ def distribute(tensor: Tensor, on: Mesh, placements: Any, source: int | None) ->
 def _distributed(tensor: Tensor, layout: Layout, source: int | None) -> DTensor:
     mesh = layout.mesh
     world = transport(mesh, "distribute_tensor")
-    local = world.each(_own, mesh, world.replicate(tensor.detach(), mesh))
+    whole = world.replicate(tensor.detach(), mesh)
+    local = world.each(lambda x: settled(x).clone(memory_format=torch.contiguous_format), mesh, whole)
     if source is not None:
         local = watched("distribute_tensor", ("broadcast", mesh), local, partial(world.broadcast, local, mesh, source))
     local = move(local, layout.replicated(), layout)
@@ -133,11 +133,6 @@ def _ordered(x: Tensor, like: tuple[int, ...]) -> Tensor:
     """The tensor with its dims in memory in the order of a stride."""
     stride = dense_stride(x.shape, like)
     return x if x.stride() == stride else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
-
-
-def _own(x: Tensor) -> Tensor:
-    x = settled(x)
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 # ── modules ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,8 @@ import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import SymInt, Tensor
@@ -17,7 +18,7 @@ from .._torch.compiler import LOOKS_FOR_VIEWS, READS_ATTRIBUTES, TAKES_BRANCHES,
 from .._torch.groups import AsyncTensor
 from .._torch.replacements import HOOKS
 from .._torch.tensors import base_of, is_batched, no_torch_function, reader
-from ..base.argument_checks import flag
+from ..base.argument_checks import a_dtype, flag, integer, optional
 from ..base.caches import memo
 from ..comm import transport
 from ..comm.processes import deferred
@@ -33,7 +34,7 @@ from ..redistribution.run import move
 from .assignment import written_at
 from .checkpoint import check_loaded, chunk_list, for_torch, refuser, shard_of, write_items
 from .dispatch import dispatch
-from .placements_given import check_how, local_layout, target
+from .placements_given import local_layout, target
 from .toolbox import Toolbox
 from .wrapping import copied_view, maker, wrap
 
@@ -107,10 +108,7 @@ class DTensor(torch.Tensor):
             return _ToLocal.apply(self, layout or self._layout.reduced())
         return self._local
 
-    @property
-    def _local_tensor(self) -> Tensor:
-        """What this rank holds, by the name that `torch.distributed.tensor` uses."""
-        return self._local
+    _local_tensor = property(attrgetter("_local"), doc="What this rank holds, as `torch.distributed.tensor` names it.")
 
     def redistribute(
         self,
@@ -140,21 +138,23 @@ class DTensor(torch.Tensor):
             self._layout = self._layout.specialised()
             wanted = target(self._layout, device_mesh, placements)
         if async_op is not False or forward_dtype is not None or backward_dtype is not None or max_bytes is not None:
-            check_how(async_op, forward_dtype, backward_dtype, max_bytes)
-        how = How(async_op, forward_dtype or self.dtype, backward_dtype or self.dtype, max_bytes)
-        if wanted is self._layout and how.forward is how.backward is self.dtype:
+            flag(async_op, "redistribute: async_op")
+            optional(a_dtype, forward_dtype, "redistribute: forward_dtype")
+            optional(a_dtype, backward_dtype, "redistribute: backward_dtype")
+            optional(integer, max_bytes, "redistribute: max_bytes", 0)
+        dtype, back = forward_dtype or self.dtype, backward_dtype or self.dtype
+        if wanted is self._layout and dtype is back is self.dtype:
             return self
         if self.requires_grad and torch.is_grad_enabled():
-            return _Redistribute.apply(self, wanted, how)
-        return _redistributed(self, wanted, how)
+            return _Redistribute.apply(self, wanted, back, dtype, async_op, max_bytes)
+        return _redistributed(self, wanted, dtype, async_op, max_bytes)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
         """The whole tensor as a new ordinary one, on every rank of the mesh: writes to it never reach this tensor."""
-        if grad_placements is not None:
-            grad_placements = make_layout(self.shape, self.mesh, grad_placements, self.dtype).placements
+        layout = None if grad_placements is None else make_layout(self.shape, self.mesh, grad_placements, self.dtype)
         whole = self.redistribute(placements=self._layout.replicated())
         differentiable = whole.requires_grad and torch.is_grad_enabled()
-        found: Tensor = _ToPlain.apply(whole, grad_placements) if differentiable else transport(self.mesh).plain(whole._local)
+        found: Tensor = _ToPlain.apply(whole, layout) if differentiable else transport(self.mesh).plain(whole._local)
         return found.clone() if whole is self else found
 
     # ── what it is ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -182,10 +182,7 @@ class DTensor(torch.Tensor):
         """The mesh the tensor lives on."""
         return self._layout.mesh
 
-    @property
-    def device_mesh(self) -> Mesh:
-        """The mesh the tensor lives on, by the name that `torch.distributed.tensor` uses."""
-        return self._layout.mesh
+    device_mesh = mesh  # as `torch.distributed.tensor` names it
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = "Parameter" if getattr(self, "_is_param", False) else "DTensor"
@@ -250,12 +247,9 @@ class DTensor(torch.Tensor):
     def data(self, value: Tensor) -> None:
         facts = (self.shape, self.dtype, self.is_meta)
         if not isinstance(value, DTensor) or (value.shape, value.dtype, value.is_meta) != facts:
-            shown = (
-                f"{value._layout!r} on {value.device}" if isinstance(value, DTensor) else f"a plain tensor {list(value.shape)}"
-            )
-            raise OperatorError(
-                f".data of {self._layout} on {self.device} takes a DTensor of its shape, dtype and device, got {shown}"
-            )
+            given = value._layout if isinstance(value, DTensor) else f"a plain tensor {list(value.shape)}"
+            wanted = f"takes a DTensor of its shape, dtype and device, got {given} on {value.device}"
+            raise OperatorError(f".data of {self._layout} on {self.device} {wanted}")
         self._local, self._layout = value._local, value._layout
         if hasattr(self, "_aligned"):  # gradients are to come in the new layout
             self._aligned.remove()
@@ -327,10 +321,8 @@ class DTensor(torch.Tensor):
             return self
         transport(form.mesh).ready(form.mesh)  # a program from a cache may run here without having been traced
         if None in size or None in stride:  # torch lost what it had found to be a number
-            size = [
-                n * form.parts(dim) if told is None else told
-                for dim, (n, told) in enumerate(zip(local.shape, size, strict=True))
-            ]
+            pairs = enumerate(zip(local.shape, size, strict=True))
+            size = [n * form.parts(dim) if known is None else known for dim, (n, known) in pairs]
             stride = dense_stride(size, local.stride())
         for dim, (whole, shard) in enumerate(zip(size, local.shape, strict=True)):
             if isinstance(whole, SymInt) and whole != shard * form.parts(dim):
@@ -351,15 +343,8 @@ class DTensor(torch.Tensor):
         """What torch's cache of compiled programs knows of this tensor: the same in every process, and on every rank unless
         the program is of one rank only."""
         local, layout, trace = self._local, self._layout, current()
-        facts = [
-            form_of(layout).text,
-            layout.shape,
-            layout.stride,
-            local.dtype,
-            local.shape,
-            local.stride(),
-            self.requires_grad,
-        ]
+        form, own = form_of(layout).text, (local.dtype, local.shape, local.stride())
+        facts = [form, layout.shape, layout.stride, *own, self.requires_grad]
         if not layout.even or (trace is not None and trace.specific):
             facts.append(transport(layout.mesh).place(layout.mesh))
             if trace is not None:
@@ -390,8 +375,7 @@ def _plain_tangent(tangent: Tensor, form: Any, expected_type: Any = None) -> Any
     """What stands for the gradient of a result that nothing was done with: zeros, as an ordinary tensor of the global shape."""
     if expected_type is None or not issubclass(expected_type, DTensor) or not isinstance(form, Form):
         return None
-    layout = form.layout(tangent.shape, tangent.dtype)
-    return Toolbox(DTensor).distribute(tangent, layout)
+    return Toolbox(DTensor).distribute(tangent, form.layout(tangent.shape, tangent.dtype))
 
 
 @memo("outputs", limit=4096)
@@ -481,34 +465,23 @@ def align_grad(grad: Any, layout: Layout) -> Any:
 # ── autograd through the ways in and out ──────────────────────────────────────────────────────────────────────────────
 
 
-class How(NamedTuple):
-    """How a tensor is redistributed: whether the last collective is waited for, in which dtype it and its gradient are
-    communicated, and the most bytes that a rank may hold on the way."""
-
-    later: bool
-    forward: torch.dtype
-    backward: torch.dtype
-    max_bytes: int | None
-
-
-def _redistributed(x: DTensor, wanted: Layout, how: How) -> DTensor:
+def _redistributed(x: DTensor, wanted: Layout, dtype: torch.dtype, later: bool, max_bytes: int | None) -> DTensor:
     have, local = x._layout, x._local
-    if how.forward is not have.dtype:
-        have, wanted = have.replace(dtype=how.forward), wanted.replace(dtype=how.forward)
-        local = local.to(how.forward)
-    with deferred.set(True) if how.later else nullcontext():  # collectives are waited for where their results are first used
-        return wrap(DTensor, move(local, have, wanted, max_bytes=how.max_bytes), wanted)
+    if dtype is not have.dtype:
+        have, wanted, local = have.replace(dtype=dtype), wanted.replace(dtype=dtype), local.to(dtype)
+    with deferred.set(True) if later else nullcontext():  # collectives are waited for where their results are first used
+        return wrap(DTensor, move(local, have, wanted, max_bytes=max_bytes), wanted)
 
 
 class _Redistribute(Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, target: Layout, how: How) -> DTensor:
-        ctx.layout, ctx.how = x._layout.reduced(), how
-        return _redistributed(x, target, how)
+    def forward(ctx: Any, x: DTensor, target: Layout, backward_dtype: torch.dtype, *how: Any) -> DTensor:
+        ctx.layout, ctx.dtype = x._layout.reduced(), backward_dtype
+        return _redistributed(x, target, *how)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
-        return align_grad(grad.to(ctx.how.backward), ctx.layout).to(ctx.layout.dtype), None, None
+        return align_grad(grad.to(ctx.dtype), ctx.layout).to(ctx.layout.dtype), None, None, None, None, None
 
 
 class _FromLocal(Function):
@@ -517,7 +490,7 @@ class _FromLocal(Function):
         mine = settled(local.detach())
         ctx.layout, ctx.grad_layout = layout, grad_layout
         ctx.left_out = mine if transport(layout.mesh).place(layout.mesh) < 0 else None
-        return wrap(DTensor, _owned(mine, layout), layout)
+        return from_shards(mine, layout)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
@@ -553,10 +526,8 @@ def _fitting(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 class _ToPlain(Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, grad_placements: Any) -> Tensor:
-        ctx.layout = x._layout
-        if grad_placements is not None:
-            ctx.layout = make_layout(x.shape, x.mesh, grad_placements, x.dtype)
+    def forward(ctx: Any, x: DTensor, grad_layout: Layout | None) -> Tensor:
+        ctx.layout = grad_layout or x._layout
         return transport(x.mesh).plain(x._local).detach()
 
     @staticmethod
@@ -575,12 +546,8 @@ def from_shards(local: Tensor, layout: Layout, grad_layout: Any = None) -> DTens
     """The DTensor of which each rank gives its shard."""
     if local.requires_grad and torch.is_grad_enabled():
         return _FromLocal.apply(local, layout, grad_layout)
-    return wrap(DTensor, _owned(settled(local), layout), layout)
-
-
-def _owned(local: Tensor, layout: Layout) -> Tensor:
-    """What each rank gives, as a local value."""
-    return transport(layout.mesh).own(local, layout.mesh, PerRank(layout.local_shape))
+    own = transport(layout.mesh).own(settled(local), layout.mesh, PerRank(layout.local_shape))
+    return wrap(DTensor, own, layout)
 
 
 def settled(x: Tensor) -> Tensor:

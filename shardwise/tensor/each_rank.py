@@ -28,35 +28,29 @@ def each_rank(function: Callable[..., Any], *args: Any) -> Any:
     if not places or torch.compiler.is_compiling():
         return function(*args)
     alone: list[bool] = []
-    found = _Each.apply(_Places(function, min(places), alone), *args)
-    return found[0] if alone[0] else found
 
-
-class _Places:
-    """A function, how many places call it, and where it says whether it gives one tensor or several."""
-
-    def __init__(self, function: Callable[..., Any], count: int, alone: list[bool]) -> None:
-        self.function, self.count, self.alone = function, count, alone
-
-    def __call__(self, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        out = self.function(*args)
-        self.alone[:] = [isinstance(out, Tensor)]
-        several = (out,) if self.alone[0] else out
+    def run(*given: Any) -> tuple[Tensor, ...]:
+        out = function(*given)
+        alone[:] = [isinstance(out, Tensor)]
+        several = (out,) if alone[0] else out
         if not isinstance(several, tuple | list) or not all(isinstance(x, Tensor) for x in several):
             refuse("each_rank: what the function gives", "a tensor, or a tuple of tensors", out)
         return tuple(several)
 
+    found = _Each.apply(run, min(places), *args)
+    return found[0] if alone[0] else found
+
 
 class _Each(Function):
     @staticmethod
-    def forward(ctx: Any, run: _Places, *args: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: Callable[..., tuple[Tensor, ...]], places: int, *args: Any) -> tuple[Tensor, ...]:
         ctx.needed = [isinstance(x, Tensor) and x.requires_grad for x in args]
         ctx.inputs, ctx.results = [], []
-        for place in range(run.count):
+        for place in range(places):
             given = [x.shards[place] if isinstance(x, Bundle) else x for x in args]
             leaves = [x.detach().requires_grad_() if need else x for x, need in zip(given, ctx.needed, strict=True)]
             with torch.enable_grad():
-                ctx.results.append(run(tuple(leaves)))
+                ctx.results.append(run(*leaves))
             ctx.inputs.append([x for x, need in zip(leaves, ctx.needed, strict=True) if need])
         several = [Bundle(out[i].detach() for out in ctx.results) for i in range(len(ctx.results[0]))]
         flows = [any(out[i].requires_grad for out in ctx.results) for i in range(len(several))]
@@ -69,12 +63,8 @@ class _Each(Function):
         shards = []
         for place, (inputs, results) in enumerate(zip(ctx.inputs, ctx.results, strict=True)):
             flows = [i for i, out in enumerate(results) if out.requires_grad and grads[i] is not None]
-            given = [grads[i].shards[place] for i in flows]
-            found = (
-                torch.autograd.grad([results[i] for i in flows], inputs, given, allow_unused=True)
-                if flows
-                else [None] * len(inputs)
-            )
+            given, outs = [grads[i].shards[place] for i in flows], [results[i] for i in flows]
+            found = torch.autograd.grad(outs, inputs, given, allow_unused=True) if flows else [None] * len(inputs)
             shards.append([torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)])
         bundles = iter([Bundle(several) for several in zip(*shards, strict=True)])
-        return None, *(next(bundles) if need else None for need in ctx.needed)
+        return None, None, *(next(bundles) if need else None for need in ctx.needed)

@@ -16,7 +16,6 @@ from ..errors import MeshError, OperatorError
 from ..layouts.from_placements import Placements, make_layout
 from ..layouts.layout import Layout, PerRank
 from ..layouts.mesh import Mesh, chosen
-from ..layouts.placement import Replicate
 from ..layouts.text import written
 from ..propagation.fingerprint import LIBRARY
 from ..random.bits import DIGITS, Draw, bounds
@@ -73,8 +72,8 @@ def _new(  # noqa: PLR0913  torch's keywords
 
 def made_tensor(shape: Sequence[int], mesh: Mesh, placements: Any, dtype: torch.dtype, want: Want) -> DTensor:
     """A new tensor."""
-    wanted = [Replicate()] * mesh.ndim if placements is None else placements
-    layout, tools = make_layout(shape, mesh, wanted, dtype).reduced(), Toolbox(DTensor)
+    layout = make_layout(shape, mesh, {} if placements is None else placements, dtype).reduced()
+    tools = Toolbox(DTensor)
     if want.draw == "permutation":
         return _permutation(tools, layout.replace(dtype=torch.int64)).to(dtype)
     if want.draw:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base.argument_checks import a_dtype, a_tensor, flag, integer, integers, optional, shown, sizes
+from ..base.argument_checks import a_tensor, flag, integers, optional, shown, sizes
 from ..base.caches import memo
 from ..comm import seen, transport
 from ..comm.interception import watched
@@ -35,16 +35,7 @@ def target(have: Layout, mesh: Mesh | Any, placements: Placements | Layout | Non
 
 @memo("targets", limit=4096)
 def _placed(have: Layout, mesh: Mesh, placements: tuple[Placement, ...] | None) -> Layout:
-    wanted = [Replicate()] * mesh.ndim if placements is None else placements
-    return make_layout(have.shape, mesh, wanted, have.dtype, have.stride)
-
-
-def check_how(async_op: Any, forward_dtype: Any, backward_dtype: Any, max_bytes: Any) -> None:
-    """How a tensor is redistributed, checked."""
-    flag(async_op, "redistribute: async_op")
-    optional(a_dtype, forward_dtype, "redistribute: forward_dtype")
-    optional(a_dtype, backward_dtype, "redistribute: backward_dtype")
-    optional(integer, max_bytes, "redistribute: max_bytes", 0)
+    return make_layout(have.shape, mesh, {} if placements is None else placements, have.dtype, have.stride)
 
 
 def fitting(layout: Layout, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh, verb: str) -> Layout:
@@ -90,14 +81,10 @@ def local_layout(local: Tensor, mesh: Mesh, placements: Any, run_check: bool, sh
     world = transport(mesh, "from_local")
     if run_check:
         return checked_layout(local, mesh, placements, shape, stride)
-    size, steps = shape, stride
-    if not isinstance(placements, Layout) and (isinstance(placements, dict) or not local.is_contiguous()):
-        size = whole_shape(local.shape, mesh, placements) if size is None else size
-        steps = dense_stride(size, local.stride()) if steps is None else steps
-    if isinstance(placements, dict):
-        layout = make_layout(cast(Sequence[int], size), mesh, placements, local.dtype, steps)
-    else:
-        layout = assumed_layout(local.shape, local.dtype, mesh, placements, size, steps)
+    if stride is None and not isinstance(placements, Layout) and not local.is_contiguous():
+        shape = whole_shape(local.shape, mesh, placements) if shape is None else shape
+        stride = dense_stride(shape, local.stride())
+    layout = assumed_layout(local.shape, local.dtype, mesh, placements, shape, stride)
     world.assume(local, mesh, PerRank(layout.local_shape))
     return layout
 
@@ -116,30 +103,24 @@ def checked_layout(local: Tensor, mesh: Mesh, placements: Any, shape: Any, strid
     """The layout that fits the shards of all ranks, from their shapes; a rank outside the mesh is not told them."""
     world = transport(mesh, "from_local")
     shapes = watched("from_local", ("shapes", mesh), local, lambda: world.shapes(local, mesh))
-    told = _told_layout(local.dtype, mesh, placements, shape, stride)
-    layout = _found_layout(shapes, local.dtype, mesh, placements, stride) if shapes else told
+    known = shape is not None or isinstance(placements, Layout)  # as far as every rank knows it without asking
+    given = assumed_layout(local.shape, local.dtype, mesh, placements, shape, stride) if known else None
+    layout = _found_layout(shapes, local.dtype, mesh, placements, stride) if shapes else given
     if layout is None:
         raise LayoutError(
             f"from_local on a rank that is none of the {len(mesh.ranks)} ranks of mesh {mesh}: they do not tell it the shapes "
             "of their shards; give shape="
         )
-    if shape is not None and (told is not layout or tuple(shape) != tuple(layout.shape)):
+    if shape is not None and (given is not layout or tuple(shape) != tuple(layout.shape)):
         raise LayoutError(
-            f"from_local: the shards make up {layout}, but shape={list(shape)} was given, which is {told} by these placements; "
-            "leave shape out, or give the size of each shard, as in Shard(0, sizes=(1, 3))"
+            f"from_local: the shards make up {layout}, but shape={list(shape)} was given, which is {given} by these placements"
+            "; leave shape out, or give the size of each shard, as in Shard(0, sizes=(1, 3))"
         )
     for place, have in enumerate(shapes):
         want = layout.local_shape(place)
         if tuple(have) != want:
             raise LayoutError(f"from_local: rank {mesh.ranks[place]} gave {list(have)}, {layout} has {list(want)} there")
     return layout
-
-
-def _told_layout(dtype: torch.dtype, mesh: Mesh, placements: Any, shape: Any, stride: Any) -> Layout | None:
-    """The layout as far as every rank knows it without asking."""
-    if isinstance(placements, Layout):
-        return fitting(placements, placements.shape if shape is None else shape, dtype, mesh, "from_local")
-    return None if shape is None else make_layout(tuple(shape), mesh, placements, dtype, stride)
 
 
 def _found_layout(shapes: Any, dtype: torch.dtype, mesh: Mesh, placements: Any, stride: Any) -> Layout:
