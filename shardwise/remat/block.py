@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +21,14 @@ from .._torch.tensors import keeps_graph, tree_flatten, tree_unflatten
 from ..errors import RematError
 from ..tensor.dtensor import DTensor
 from .generators import devices_of, from_states, get_states
-from .names import OUTSIDE, Invocation, Names, Value, describe, facts_of_tensor, tensors, version
+from .names import ARGUMENT, OUTSIDE, Invocation, Names, Value, describe, facts_of_tensor, tensors, version
 from .policies import Policy
 from .record_replay import Cell, Done, FirstRun, SecondRun, given_back
 
 #: Arguments that hold no others.
 _PLAIN = (Tensor, torch.nn.Parameter, DTensor, int, float, bool, str, type(None))
+#: Stands for a tensor among the arguments of a block.
+_ARGUMENT = object()
 #: All blocks whose backward may still come.
 _blocks: weakref.WeakSet[Block] = weakref.WeakSet()
 
@@ -81,22 +83,23 @@ class Block:
         else:
             leaves, self._spec = tree_flatten((args, kwargs))
         given = [x for x in leaves if isinstance(x, Tensor)]
-        self._constants = [None if isinstance(x, Tensor) else x for x in leaves]
-        self._places = [place for place, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self._arguments = [Value(ARGUMENT, index) for index in range(len(given))]
+        self._constants = [_ARGUMENT if isinstance(x, Tensor) else x for x in leaves]
         self._saved = _Inputs.apply(torch.empty(0, requires_grad=True), *given)
-        self._around = _Surroundings(given)
+        self._states = get_states(devices_of(given))
+        self._casts = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
+            for kind in sorted({"cpu", *(x.device.type for x in given)} - {"meta"})
+        ]
         _blocks.add(self)
-        self._name_arguments(self.first, given)
-        self._record = FirstRun(self.first, self.policy, self._around.states)
+        for value, x in zip(self._arguments, given, strict=True):
+            self.first.name(x, value)
+        self._record = FirstRun(self.first, self.policy, self._states)
         try:
             with saved_tensors_hooks(self._pack, self._unpack), self._record:
                 return self.function(*args, **kwargs)
         finally:
             self._record = None
-
-    def _name_arguments(self, names: Names, given: list[Tensor]) -> None:
-        for index, x in enumerate(given):
-            names.name(x, self.first.argument(index))
 
     # ── what autograd saves ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -163,18 +166,18 @@ class Block:
         cells = [(value, writes, cell()) for value, writes, cell in self._cells]
         wanted = {(value, writes): cell for value, writes, cell in cells if cell is not None and cell.value is None}
         replay = SecondRun(Names(self.name, self.first), wanted)
-        given, leaves = self._tensors(), list(self._constants)
-        for place, x in zip(self._places, given, strict=True):
-            leaves[place] = x
+        given = self._tensors()
+        following = iter(given)
+        leaves = [next(following) if x is _ARGUMENT else x for x in self._constants]
         args, kwargs = (leaves, {}) if self._spec is None else tree_unflatten(leaves, self._spec)
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.suppress(Done))
-            stack.enter_context(self._around.again())
+            self._restore(stack)
             if self._record is not None:
                 stack.enter_context(self._record.unseen())
-            self._name_arguments(replay.names, given)
-            for index, x in enumerate(given):
-                replay.fill(self.first.argument(index), 0, x)
+            for value, x in zip(self._arguments, given, strict=True):
+                replay.names.name(x, value)
+                replay.fill(value, 0, x)
             stack.enter_context(saved_tensors_hooks(_filler(replay, self._has_backward), lambda x: x))
             stack.enter_context(replay)
             self.function(*args, **kwargs)
@@ -183,7 +186,16 @@ class Block:
         if wanted:
             raise RematError(self._mismatch(wanted, replay.names))
         if not keeps_graph():
-            self.first.drop()
+            for call in self.first.calls.values():
+                call.kept = None
+
+    def _restore(self, stack: contextlib.ExitStack) -> None:
+        """Enter the state that generators and autocast had at the start of the block."""
+        stack.enter_context(from_states(self._states))
+        for kind, dtype, enabled, cached in self._casts:
+            if enabled or torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+        stack.enter_context(torch.enable_grad())
 
     def _mismatch(self, wanted: dict[Any, Cell], names: Names) -> str:
         (value, _), cell = next(iter(wanted.items()))
@@ -223,26 +235,3 @@ def _fill_from_kept(wanted: dict[Any, Cell], names: Names) -> None:
         else:
             continue
         del wanted[value, writes]
-
-
-class _Surroundings:
-    """The state of random number generators and of autocast at the start of a block."""
-
-    def __init__(self, given: list[Tensor]) -> None:
-        kinds = sorted({"cpu", *(x.device.type for x in given)} - {"meta"})
-        self.casts = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
-            for kind in kinds
-        ]
-        self.states = get_states(devices_of(given))
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Enter that state again for the block."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(from_states(self.states))
-            for kind, dtype, enabled, cached in self.casts:
-                if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
-            stack.enter_context(torch.enable_grad())
-            yield

@@ -33,7 +33,7 @@ def set_states(states: States) -> None:
 
 @contextlib.contextmanager
 def from_states(states: States) -> Iterator[None]:
-    """In the block, draw from saved states; afterwards generators are as if nothing had been drawn.
+    """In the block, draw from saved states of host and devices; afterwards these are as if nothing had been drawn.
 
     >>> _ = torch.manual_seed(0); before = get_states(); first = torch.rand(1)
     >>> with from_states(before):
@@ -41,8 +41,7 @@ def from_states(states: States) -> Iterator[None]:
     >>> bool(again == first)
     True
     """
-    generators = [of for of, _ in states if isinstance(of, Generator)]
-    now = get_states([of for of, _ in states if isinstance(of, torch.device)], *generators[:1])
+    now = get_states(of for of, _ in states if of is not None)
     set_states(states)
     try:
         yield

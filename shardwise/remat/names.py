@@ -8,7 +8,6 @@ two values have the same name only if they are computed in the same way.
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -42,9 +41,9 @@ class Value:
         """The value whose memory this one has."""
         return self if self._root is None else self._root
 
-    def lie_in(self, root: Value | None) -> None:
-        """Set the value whose memory it shares; None: it has its own."""
-        self._root = None if root is self else root
+    @root.setter
+    def root(self, root: Value) -> None:
+        self._root = None if root is self else root  # no cycle
 
     @property
     def source(self) -> Any:
@@ -126,7 +125,6 @@ class Names:
         self._came_in: dict[int, Value] = {}
         self._parts: dict[tuple[Value, Hashable], Value] = {} if first is None else first._parts
         self._claimed: set[Value] = set()
-        self._arguments: list[Value] = []
 
     def __del__(self) -> None:
         """Break the cycles of calls and their results, so that saved results do not wait for the garbage collector."""
@@ -188,11 +186,6 @@ class Names:
             key.append(self.key("", kwargs.values()))
         return tuple(key)
 
-    def drop(self) -> None:
-        """Free all saved results."""
-        for call in self.calls.values():
-            call.kept = None
-
     # ── tensors ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def value(self, x: Tensor) -> Value:
@@ -216,21 +209,10 @@ class Names:
             for place, member in enumerate(_members(x)):
                 self.name(member, self.part(value, place))
 
-    def rename(self, x: Tensor, other: Tensor) -> None:
-        """Say that a tensor is the same value as another."""
-        value, writes = self.value_now(other)
-        self.name(x, value, -writes)
-
-    def argument(self, index: int) -> Value:
-        """The value of an argument of the block."""
-        while len(self._arguments) <= index:
-            self._arguments.append(Value(ARGUMENT, len(self._arguments)))
-        return self._arguments[index]
-
     def cast(self, x: Tensor, dtype: torch.dtype) -> Value:
         """The value of a tensor from outside in another dtype."""
         value = self.part(self.value(x), dtype)
-        value.lie_in(None)
+        value.root = value
         return value
 
     def part(self, value: Value, name: Hashable) -> Value:
@@ -238,7 +220,7 @@ class Names:
         found = self._parts.get((value, name))
         if found is None:
             found = self._parts[value, name] = Value(value, name)
-            found.lie_in(value.root)
+            found.root = value.root
         return found
 
     def _find(self, x: Tensor) -> Known:
@@ -321,8 +303,7 @@ def size_of(x: Tensor) -> int:
     24
     """
     if isinstance(x, DTensor):
-        layout = x.layout
-        return x.element_size() * max(math.prod(layout.local_shape(place)) for place in range(len(layout.mesh.ranks)))
+        return x._layout.nbytes
     return x.element_size() * max(shard.numel() for shard in (x.shards if isinstance(x, Bundle) else (x,)))
 
 

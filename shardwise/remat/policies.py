@@ -86,10 +86,10 @@ class Policy(metaclass=OpaqueBaseMeta):
         raise RematError(f"{type(self).__name__} does not say what it keeps; give it a method `choose`")
 
     def __or__(self, other: Policy) -> Policy:
-        return _Combined("|", self, _checked(other))
+        return _Combined("|", self, checked(other))
 
     def __and__(self, other: Policy) -> Policy:
-        return _Combined("&", self, _checked(other))
+        return _Combined("&", self, checked(other))
 
     def __invert__(self) -> Policy:
         return _Inverse(self)
@@ -104,9 +104,11 @@ class Policy(metaclass=OpaqueBaseMeta):
         return repr(self), {}
 
 
-def _checked(policy: object) -> Policy:
+def checked(policy: object, name: str = "") -> Policy:
+    """A policy, and nothing else."""
     if not isinstance(policy, Policy):
-        raise RematError(f"{shown(policy)} is no policy: combine those of `sw.save`, or make one of a function by `sw.save.by`")
+        text = "is no policy: give one of `sw.save`, such as sw.save.matmuls, or make one of a function by `sw.save.by`"
+        raise RematError(f"{name}{shown(policy)} {text}")
     return policy
 
 

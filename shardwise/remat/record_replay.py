@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .._torch.compiler import untraced
-from .._torch.tensors import OpOverload, TorchDispatchMode, alias, schema, tree_map_only
+from .._torch.tensors import OpOverload, TorchDispatchMode, alias, tree_map_only
+from ..base.schema import schema_of
 from ..comm.interception import watchers
 from ..errors import RematError
 from .generators import States, devices_of, get_states, set_states
@@ -91,15 +92,11 @@ def facts_of(op: Any) -> Facts:
 
 
 def _read(op: Any) -> Facts:
-    name, arguments = str(op), schema(op).arguments
-    kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), "")
-    written = [place for place, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write]
-    if kind == "sends":  # these write to all their tensors, and do not say so
-        written = [place for place, x in enumerate(arguments) if "Tensor" in str(x.type)]
-    writes = tuple(arguments[place].name if arguments[place].kwarg_only else place for place in written)
-    views = not writes and any(result.alias_info is not None for result in schema(op).returns)
-    random = torch.Tag.nondeterministic_seeded in op.tags
-    return Facts(name, op, writes, _HIDDEN.get(name.rpartition(".")[0], ()), views, random, kind)
+    about = schema_of(op)
+    kind = next((kind for start, kind in _KINDS.items() if str(op).startswith(start)), "")
+    written = about.tensors if kind == "sends" else about.written  # these write to all their tensors, and do not say so
+    writes = tuple(name if name in about.keywords else about.names.index(name) for name in written)
+    return Facts(str(op), op, writes, _HIDDEN.get(about.name, ()), about.view and not writes, about.random, kind)
 
 
 class BlockRun(TorchDispatchMode):
@@ -141,7 +138,8 @@ class BlockRun(TorchDispatchMode):
         if facts.kind == "same":
             out = func(*args, **kwargs)
             if isinstance(out, Tensor):
-                self.names.rename(out, args[0])
+                value, writes = self.names.value_now(args[0])
+                self.names.name(out, value, -writes)
             return out
         key = self.names.key(facts, (_content(args[0]),) if facts.kind == "lifts" else args, kwargs)
         if facts.random:
@@ -156,7 +154,7 @@ class BlockRun(TorchDispatchMode):
         if (facts.plain or facts.views) and type(out) is Tensor:
             value = call.results[0]
             if facts.views:
-                value.lie_in(self.names.value(args[0]).root)
+                value.root = self.names.value(args[0]).root
             self._give(out, value)
         else:
             self._name(call, facts, out, args, kwargs)
@@ -221,24 +219,21 @@ class BlockRun(TorchDispatchMode):
         if written and out is written[0]:
             return
         if facts.kind == "casts" and self.names.value(args[0]).of in (ARGUMENT, OUTSIDE):
-            return self._give_cast(call, out, self.names.cast(args[0], out.dtype))
+            # A weight in another dtype is one value, whether autocast has it from before the block or makes it here.
+            if call in self.names.strange[-1:]:
+                self.names.strange.pop()
+            return self._give(out, self.names.cast(args[0], out.dtype))
         root = self.names.value(args[0]).root if facts.views and args and isinstance(args[0], Tensor) else None
         for place, x in enumerate(tensors(out), len(written)):
             if not any(x is other for other in written):
                 value = call.result(place)
-                value.lie_in(root)
+                value.root = root or value
                 self._give(x, value)
-
-    def _give_cast(self, call: Invocation, x: Tensor, value: Value) -> None:
-        """A weight in another dtype is one value, whether autocast has it from before the block or makes it here."""
-        if self.names.strange and self.names.strange[-1] is call:
-            self.names.strange.pop()
-        self._give(x, value)
 
     def _name_written(self, call: Invocation, written: Sequence[Tensor]) -> None:
         for place, x in enumerate(written):
             value = call.result(place)
-            value.lie_in(self.names.value(x).root)
+            value.root = self.names.value(x).root
             value.written = True
             self.names.name(x, value, writes=1)
 
@@ -338,14 +333,11 @@ class FirstRun(BlockRun):
         known = self._choices.get(facts)
         if known is not None:
             return known
-        policy = self._policy
-        size = 0 if policy.by_operator else sum(map(size_of, tensors(out)))
-        number = 0 if policy.by_operator else self.names.number(call)
-        made = Made(facts.name, call.region, number, size, facts.random)
-        keeps = policy.choose(made, facts.op, args).saves
-        if policy.by_operator:
-            self._choices[facts] = keeps
-        return keeps
+        if self._policy.by_operator:
+            made = Made(facts.name, call.region, random=facts.random)
+            return self._choices.setdefault(facts, self._policy.choose(made, facts.op, args).saves)
+        made = Made(facts.name, call.region, self.names.number(call), sum(map(size_of, tensors(out))), facts.random)
+        return self._policy.choose(made, facts.op, args).saves
 
 
 def _aliases(out: Any) -> Any:
@@ -404,7 +396,7 @@ class SecondRun(BlockRun):
         """The result of an operator that wrote to its arguments: from outside, they hold it already; else they get it."""
         written = written_by(facts, args, kwargs)
         if call.kept is _WRITTEN:
-            return None if not schema(facts.op).returns else written[0] if len(written) == 1 else written
+            return None if not schema_of(facts.op).returns else written[0] if len(written) == 1 else written
         for x, sent in zip(written, call.kept[1], strict=True):
             x.copy_(sent)
         return call.kept[0]

@@ -19,10 +19,10 @@ from torch import nn
 
 from .._torch.patches import install_for_regions
 from .._torch.replacements import HOOKS
-from ..base.argument_checks import a_function, a_module, a_text, shown
+from ..base.argument_checks import a_function, a_module, a_text
 from ..errors import RematError
 from .block import Block, kept_values
-from .policies import Policy, default
+from .policies import Policy, checked, default
 from .record_replay import BlockRun
 from .traced import traced_remat
 
@@ -42,18 +42,10 @@ def remat(function: Callable[..., Any], *args: Any, save: Policy = default, **kw
     8.0
     """
     a_function(function, "remat: function")
-    return _remat(_name(function), function, _policy(save), args, kwargs)
+    return _remat(_name(function), function, checked(save, "save="), *args, **kwargs)
 
 
-def _policy(save: Any) -> Policy:
-    if not isinstance(save, Policy):
-        raise RematError(
-            f"save={shown(save)} is no policy: give one of `sw.save`, such as sw.save.matmuls, or sw.save.by(function)"
-        )
-    return save
-
-
-def _remat(name: str, function: Callable[..., Any], save: Policy, args: Any, kwargs: Any) -> Any:
+def _remat(name: str, function: Callable[..., Any], save: Policy, /, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return traced_remat(function, args, kwargs, save, name)
     if not torch.is_grad_enabled():
@@ -75,7 +67,7 @@ def remat_module(model: nn.Module, select: str = "*", save: Policy = default) ->
     """
     a_module(model, "remat_module: model")
     a_text(select, "remat_module: select", "a text with the name of submodules, such as 'blocks.*'")
-    _policy(save)
+    checked(save, "save=")
     found = {name: module for name, module in model.named_modules() if name and _fits(name, select)}
     if not found:
         names = [name for name, _ in model.named_modules() if name]
@@ -83,23 +75,13 @@ def remat_module(model: nn.Module, select: str = "*", save: Policy = default) ->
             f"no module of {type(model).__name__} is called select={select!r}; its modules are {', '.join(names[:20])}"
         )
     for name, module in found.items():
-        module.forward = _Rematted(name, type(module).forward, module, save)
+        module.forward = partial(_remat, name, partial(type(module).forward, module), save)
     return model
 
 
 def _fits(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
-class _Rematted:
-    """The `forward` of a module under `remat`."""
-
-    def __init__(self, name: str, forward: Callable[..., Any], module: nn.Module, save: Policy) -> None:
-        self._name, self._forward, self._module, self._save = name, forward, module, save
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _remat(self._name, partial(self._forward, self._module), self._save, args, kwargs)
 
 
 def _name(function: Any) -> str:

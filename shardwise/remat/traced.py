@@ -23,7 +23,8 @@ from .._torch.compiler import has_backward_inside, is_joint, order_kept, saved_h
 from .._torch.patches import install_patches
 from .._torch.replacements import HOOKS
 from .._torch.symbols import hint
-from .._torch.tensors import OpOverload, TorchDispatchMode, rule_for, schema, tree_leaves
+from .._torch.tensors import OpOverload, TorchDispatchMode, rule_for, tree_leaves
+from ..base.schema import schema_of
 from ..layouts.text import Form
 from ..programs.passes.graph import AGAIN, WAIT
 from ..propagation.fingerprint import library_key
@@ -264,9 +265,8 @@ def _is_random(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an operator draws random numbers: attention only with dropout, and those that take functions possibly."""
     if not isinstance(func, OpOverload) or not facts_of(func).random:
         return not isinstance(func, OpOverload)
-    names = [argument.name for argument in schema(func).arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+    about = schema_of(func)
+    return "dropout_p" not in about.names or about.named(args, kwargs).get("dropout_p", 0.0) != 0.0
 
 
 def _starts(func: Any) -> bool:

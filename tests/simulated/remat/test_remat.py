@@ -691,7 +691,7 @@ def test_policies_are_values() -> None:
     assert repr(save.by(products)).startswith("save.by(products #")
     one, other = (save.by(lambda op, args, made, limit=limit: "save") for limit in (1, 2))
     assert one != other
-    with pytest.raises(RematError, match=r"3 is no policy: combine those of `sw.save`"):
+    with pytest.raises(RematError, match=r"3 is no policy: give one of `sw.save`"):
         save.matmuls | 3  # type: ignore[operator]
     with pytest.raises(RematError, match=r"3 of \*ops is no operator"):
         save.operators(3)
