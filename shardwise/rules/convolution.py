@@ -14,7 +14,7 @@ from ..propagation.notation import Call, Kernel, Proposal, Rule, parse
 from ..propagation.table import rule
 from ..tensor.toolbox import Toolbox
 from .pooling import Patterns, some
-from .windows import LocalWindows, Plane, one_at_least, trimmed, windowed
+from .windows import LocalWindows, one_at_least, trimmed, windowed
 
 aten = torch.ops.aten
 
@@ -88,17 +88,8 @@ def _time_first(tools: Toolbox, op: Any, x: Any, weight: Any, bias: Any, pad: in
     return planes.permute(2, 0, 1)
 
 
-# ── on stretches ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _convolved(plane: Plane, run: Kernel, call: Call) -> Kernel:
-    return lambda values, numbers, shape: trimmed(run(*values), shape)
-
-
-def _convolved_back(plane: Plane, run: Kernel, call: Call) -> Kernel:
-    return lambda values, numbers, shape: tuple(run(one_at_least(values[0], plane), *values[1:]))
-
-
-windowed("convolution", None, LocalWindows(_convolved), function=_convolution)
-windowed("convolution_backward", None, LocalWindows(_convolved_back), function=_convolution_backward)
+_forward = LocalWindows(lambda plane, run, call: lambda values, numbers, shape: trimmed(run(*values), shape))
+windowed("convolution", None, _forward, function=_convolution)
+_backward = LocalWindows(lambda plane, run, call: lambda values, *_: tuple(run(one_at_least(values[0], plane), *values[1:])))
+windowed("convolution_backward", None, _backward, function=_convolution_backward)
 rule("conv_tbc", program=_time_first)

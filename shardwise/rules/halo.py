@@ -206,15 +206,20 @@ class _Side(NamedTuple):
 def _facts(halos: tuple[Halo, ...], layout: Layout) -> tuple[_Side, _Side, PerRank, PerRank]:
     """Of the last of some halos: what is given and what is taken, the stretch, and the shape of what that is made from."""
     *earlier, one = halos
-    shape = PerRank(layout.local_shape)
-    for before in earlier:
-        shape = _with_rows(shape, before.dim, by_shard(layout, before.held, before.stretches))
-    sides = []
+    shape, sides = stretched(earlier, layout), []
     for name, sign in (("given", 1), ("taken", -1)):
         rows = [by_shard(layout, one.held, getattr(message, name)) for message in one.messages]
         routes = tuple(shard_route(layout, one.held, sign * message.shift) for message in one.messages)
         sides.append(_Side(rows, tuple(_with_rows(shape, one.dim, part) for part in rows), routes))
     return sides[0], sides[1], by_shard(layout, one.held, one.stretches), shape
+
+
+def stretched(halos: Sequence[Halo], layout: Layout) -> PerRank:
+    """The shape of each rank's stretch."""
+    shape = PerRank(layout.local_shape)
+    for one in halos:
+        shape = _with_rows(shape, one.dim, by_shard(layout, one.held, one.stretches))
+    return shape
 
 
 def _with_rows(shape: PerRank, dim: int, part: PerRank) -> PerRank:
@@ -225,7 +230,8 @@ def _with_rows(shape: PerRank, dim: int, part: PerRank) -> PerRank:
 def _exchanged(x: Tensor, dim: int, mesh: Mesh, going: _Side, coming: _Side) -> list[Tensor]:
     if not going.rows:
         return []
-    sent = [transport(mesh).each(_taken_out, mesh, x, dim, part) for part in going.rows]
+    each = transport(mesh).each
+    sent = [each(lambda x, part: x.narrow(dim, part.first, part.rows).contiguous(), mesh, x, part) for part in going.rows]
     batch = Batch(mesh.root, going.routes, coming.routes, coming.shapes, (x.dtype,) * len(sent))
     return [wait(y) for y in exchange(sent, batch)]
 
@@ -242,10 +248,6 @@ def shard_route(layout: Layout, factor: Factor, shift: int, wrap: bool = False) 
         goal = goal % len(factor.sizes) if wrap else goal
         pairs += [f"{rank}>{peers[goal]}"] if goal in peers else []
     return f"ranks {','.join(pairs)}"
-
-
-def _taken_out(x: Tensor, dim: int, part: Rows) -> Tensor:
-    return x.narrow(dim, part.first, part.rows).contiguous()
 
 
 def _laid_out(x: Tensor, came: Sequence[Tensor], taken: Sequence[Rows], dim: int, stretch: Stretch) -> Tensor:

@@ -89,14 +89,14 @@ def _uniform_beside(tools: Toolbox, p: Any, layout: Layout, generator: Any) -> A
 def _checked(tools: Toolbox, x: Any, holds: Callable[[Tensor], Tensor], text: str) -> Any:
     """A parameter with nothing partial, whose values hold what they must."""
     x = tools.move(x, tools.layout(x).reduced()) if tools.is_distributed(x) else x
-    tools.look(partial(_look, holds, text), x)
+
+    def look(x: Tensor) -> None:
+        wrong = x[~holds(x)]
+        if wrong.numel():
+            raise OperatorError(f"{text}, got {wrong[0].item()}")
+
+    tools.look(look, x)
     return x
-
-
-def _look(holds: Callable[[Tensor], Tensor], text: str, x: Tensor) -> None:
-    wrong = x[~holds(x)]
-    if wrong.numel():
-        raise OperatorError(f"{text}, got {wrong[0].item()}")
 
 
 def _probabilities(tools: Toolbox, p: Any) -> Any:

@@ -9,10 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ..base.schema import schema_of
 from ..layouts.layout import Dim, Layout, whole
 from ..layouts.mesh import Mesh
 from ..propagation.table import rule
+from ..redistribution.run import move
 from ..tensor.toolbox import Toolbox
+from ..tensor.wrapping import local_on
 from .pooling import spatial
 from .shard_position import at_least_one
 
@@ -34,30 +37,23 @@ SUM, OWN = "sum", "own"
 def _by_batch(dims: dict[str, int], results: Sequence[At], tools: Toolbox, op: Any, *args: Any) -> Any:
     """The operator on each rank's part of the batch, sharded as that of the first argument in `dims`; all else is whole. Where
     ranks kept something for themselves, that is the output of the forward operator, which it fits."""
-    names = [argument.name for argument in op._schema.arguments]
-    mesh, lead = tools.mesh(*args), next(iter(dims))
-    first = _distributed(tools, args[names.index(lead)], mesh)
-    batch = tools.layout(first).dims[dims[lead]]
-    where = [dims.get(name) for name in names]
-    given = [_placed(tools, value, at, (mesh, batch)) for value, at in zip(args, where, strict=False)]
-    outs = tools.each(_on_some, mesh, op, where, results, *given)
+    given, mesh, lead = schema_of(op).named(args, {}), tools.mesh(*args), next(iter(dims))
+    batch = local_on(tools.cls, given[lead], mesh)[1].dims[dims[lead]]
+    where = [dims.get(name) for name in given]
+    local = [_placed(tools, value, at, (mesh, batch)) for value, at in zip(args, where, strict=True)]
+    outs = tools.each(_on_some, mesh, op, where, results, *local)
     return tuple(_wrapped(tools, out, at, (mesh, batch)) for out, at in zip(outs, results, strict=True))
 
 
-def _distributed(tools: Toolbox, x: Any, mesh: Mesh) -> Any:
-    return x if tools.is_distributed(x) else tools.replicated(x, mesh)
-
-
 def _placed(tools: Toolbox, value: Any, at: At, rows: tuple[Mesh, Dim]) -> Any:
-    """The local value of a tensor (or of each of a list) with the batch at dim `at` shard."""
+    """The local value of a tensor (or of each of a list) with the batch at dim `at` sharded."""
     if isinstance(value, list | tuple):
         return [_placed(tools, item, at, rows) for item in value]
     if not isinstance(value, Tensor):
         return value
-    x = _distributed(tools, value, rows[0])
-    layout = tools.layout(x)
+    local, layout = local_on(tools.cls, value, rows[0])
     dims = [rows[1] if dim - layout.ndim == at else (whole(n),) for dim, n in enumerate(layout.shape)]
-    return tools.local(tools.move(x, layout.replace(dims=dims, partials=())))
+    return move(local, layout, layout.replace(dims=dims, partials=()), tools.operator)
 
 
 def _wrapped(tools: Toolbox, value: Any, at: At, rows: tuple[Mesh, Dim]) -> Any:
@@ -74,10 +70,10 @@ def _wrapped(tools: Toolbox, value: Any, at: At, rows: tuple[Mesh, Dim]) -> Any:
 
 def _on_some(op: Any, where: Sequence[At], results: Sequence[At], *args: Any) -> Any:
     """The operator, on a row of zeros where there is no batch; what comes of the row is dropped, and adds nothing to a sum."""
-    rows = [isinstance(x, Tensor) and isinstance(at, int) for x, at in zip(args, where, strict=False)]
-    if all(x.shape[at] for x, at, row in zip(args, where, rows, strict=False) if row):
+    rows = [isinstance(x, Tensor) and isinstance(at, int) for x, at in zip(args, where, strict=True)]
+    filled = [at_least_one(x, at % x.ndim) if row else x for x, at, row in zip(args, where, rows, strict=True)]
+    if all(a is b for a, b in zip(args, filled, strict=True)):
         return op(*args)
-    filled = [at_least_one(x, at % x.ndim) if row else x for x, at, row in zip(args, where, rows, strict=False)]
     outs = zip(op(*filled), results, strict=True)
     return tuple(x.narrow(at, 0, 0) if isinstance(at, int) and x is not None and x.ndim >= -at else x for x, at in outs)
 
@@ -93,14 +89,12 @@ rule("_thnn_fused_gru_cell_backward", program=partial(_by_batch, _KEPT, (_ROWS, 
 
 def _cudnn(results: Sequence[At], tools: Toolbox, op: Any, *args: Any) -> Any:
     """A packed batch is whole, and so is one with dropout, of which every row takes its own part of one draw."""
-    names = [argument.name for argument in op._schema.arguments]
-    given = dict(zip(names, args, strict=False))
+    given = schema_of(op).named(args, {})
     batch = -3 if given["batch_first"] else -2
     lead = "output" if "output" in given else "input"
     dims = {lead: batch, "input": batch, "grad_output": batch, **dict.fromkeys(("hx", "cx", "grad_hy", "grad_cy"), _ROWS)}
     if given["batch_sizes"] or (given["dropout"] and given["train"]):
-        first = _distributed(tools, given[lead], tools.mesh(*args))
-        given[lead] = tools.move(first, tools.layout(first).replicated())
+        given[lead] = tools.replicated(given[lead], tools.mesh(*args), tools.operator)
     return _by_batch(dims, [batch if at is None else at for at in results], tools, op, *given.values())
 
 

@@ -36,8 +36,10 @@ def _slice_backward(call: Call) -> Proposal:
     out = call.result(0, [(around,) if i == dim else own for i, own in enumerate(grad.dims)], grad.partials)
     edits: dict[str, Any] = {"input_sizes": local_sizes(out)}
     if factor.axes:
-        spans = _spans(factor, around, start, step)
-        edits |= {"start": by_shard(grad, factor, [a for a, _ in spans]), "end": by_shard(grad, factor, [b for _, b in spans])}
+        firsts = [start + begin * step - base for begin, base in zip(factor.starts, around.starts, strict=True)]
+        held = list(zip(firsts, factor.sizes, strict=False))
+        edits["start"] = by_shard(grad, factor, [low if n else 0 for low, n in held])
+        edits["end"] = by_shard(grad, factor, [low + (n - 1) * step + 1 if n else 0 for low, n in held])
     return Proposal((grad,), (out,), edits)
 
 
@@ -57,12 +59,6 @@ def _around(factor: Factor, size: int, start: int, step: int, layout: Layout) ->
             begin = first[i] if any(factor.sizes[:i]) else 0
             sizes[i], end = end - begin, begin
     return Factor(size, factor.axes, tuple(sizes))
-
-
-def _spans(factor: Factor, around: Factor, start: int, step: int) -> list[tuple[int, int]]:
-    """For each shard, where its part of the slice begins and ends in its part of the whole."""
-    lows = [start + begin * step - base for begin, base in zip(factor.starts, around.starts, strict=True)]
-    return [(low, low + (n - 1) * step + 1) if n else (0, 0) for low, n in zip(lows, factor.sizes, strict=False)]
 
 
 def _diagonal_backward(call: Call) -> Proposal:

@@ -29,7 +29,7 @@ from ..propagation.table import make_row, rule
 from ..redistribution.run import move
 from ..tensor.toolbox import Toolbox
 from ..tensor.wrapping import local_on
-from .halo import Halo, Windows, give_back, halo, share, with_halos
+from .halo import Halo, Windows, give_back, halo, share, stretched, with_halos
 from .shard_position import at_least_one, by_shard
 
 # ── nouns ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -117,13 +117,7 @@ class StretchedCall:
     @cached_property
     def stretch(self) -> PerRank:
         """The shape of each rank's stretch."""
-        layout, halos = self.source, self.plane.halos
-
-        def shape(place: int) -> tuple[int, ...]:
-            rows = {one.dim: one.stretches[layout.shard(one.held, place)].rows for one in halos}
-            return tuple(rows.get(d, n) for d, n in enumerate(layout.local_shape(place)))
-
-        return PerRank(shape)
+        return stretched(self.plane.halos, self.source)
 
 
 #: What a tensor is along the plane.
