@@ -62,9 +62,8 @@ class CommDebugMode:
         return str(self.log)
 
     def __enter__(self) -> CommDebugMode:
-        block = ExitStack()
-        self.log = block.enter_context(trace_comm())
-        self._blocks.append(block)
+        self._blocks.append(ExitStack())
+        self.log = self._blocks[-1].enter_context(trace_comm())
         return self
 
     def __exit__(self, *_: object) -> None:

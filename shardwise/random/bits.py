@@ -135,16 +135,6 @@ def _uniform(z: Tensor, digits: int) -> Tensor:
     return (z >> (64 - digits)).bitwise_and_(2**digits - 1)
 
 
-def _odd(z: Tensor, digits: int) -> Tensor:
-    """Odd numbers on both sides of zero, less than 2^digits."""
-    return (z >> (64 - digits)).mul_(2).add_(1)
-
-
-def _below(z: Tensor, limit: int) -> Tensor:
-    """Whether 53 bits are less than a limit."""
-    return _uniform(z, 53) < limit
-
-
 def _probability(z: Tensor) -> Tensor:
     return (z & (2**63 - 1024)).bitwise_or_(1024)
 
@@ -152,11 +142,6 @@ def _probability(z: Tensor) -> Tensor:
 def _normal(z: Tensor, dtype: torch.dtype) -> Tensor:
     """A standard normal number; the highest bit is its sign."""
     return evaluate(normal, _probability(z), dtype).copysign_(z.to(dtype))
-
-
-def _exponential(z: Tensor, dtype: torch.dtype) -> Tensor:
-    """An exponential number, never zero."""
-    return evaluate(exponential, _probability(z), dtype)
 
 
 def _ratio(z: Tensor) -> Tensor:
@@ -182,10 +167,10 @@ def _integer(z: Tensor, first: int, count: int) -> Tensor:
 _SOURCES: dict[str, Callable[..., Tensor]] = {
     "bits": torch.clone,
     "uniform": _uniform,
-    "signed": _odd,
-    "below": _below,
+    "signed": lambda z, digits: (z >> (64 - digits)).mul_(2).add_(1),  # odd numbers around zero, less than 2^digits
+    "below": lambda z, limit: _uniform(z, 53) < limit,
     "normal": _normal,
-    "exponential": _exponential,
+    "exponential": lambda z, dtype: evaluate(exponential, _probability(z), dtype),  # never zero
     "ratio": _ratio,
     "integer": _integer,
 }
@@ -219,10 +204,8 @@ def _require(holds: bool, text: str) -> None:
 def _of_uniform(dtype: torch.dtype, low: float, high: float) -> Recipe:
     _require(low <= high, f"uniform numbers from {low} to {high}: give the lower bound first")
     largest, digits = torch.finfo(dtype).max, DIGITS[dtype]
-    fits = max(-low, high, high - low) <= largest
-    _require(
-        fits, f"uniform numbers from {low} to {high} of {dtype}: bounds, and what is between them, are {largest} at the most"
-    )
+    text = f"uniform numbers from {low} to {high} of {dtype}: bounds, and what is between them, are {largest} at the most"
+    _require(max(-low, high, high - low) <= largest, text)
     if low == -high:
         return Recipe("signed", (digits,), math.ldexp(high, -digits))
     below = torch.tensor(high, dtype=dtype)

@@ -26,7 +26,6 @@ import hashlib
 import importlib
 import math
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -50,7 +49,6 @@ MOST = 0x7F7FFFFF
 
 Key = tuple[Any, Any]
 _KEYS = struct.Struct(">qq")
-_counting = threading.Lock()
 
 
 class State(NamedTuple):
@@ -110,21 +108,12 @@ def set_rng_state(state: State) -> None:
 #: Called with what the numbers of a call are made of, and whether ranks that have not compared since it was set must do so now.
 Agree = Callable[[str, bool], None]
 
-
-#: Generators of the user's of which it is known that the ranks have compared them.
+#: Which seeds the ranks of each mesh have compared since torch was last seeded, and the last that was made of compared keys.
+_seeds: WeakKeyDictionary[Mesh, set[int]] = WeakKeyDictionary()
+_derived: set[int] = set()
+#: The meshes whose ranks have compared a generator of the user's. Of so many the oldest leave: torch 2.11 has no weak ones.
+_generators: dict[Generator, WeakSet[Mesh]] = {}
 _MOST_GENERATORS = 256
-
-
-class _Compared:
-    """Which seeds the ranks of each mesh have compared since torch was last seeded, and one that follows from such a seed."""
-
-    def __init__(self) -> None:
-        self.seeds: WeakKeyDictionary[Mesh, set[int]] = WeakKeyDictionary()
-        self.generators: dict[Generator, WeakSet[Mesh]] = {}  # a few, the oldest leave: torch 2.11 has no weak ones
-        self.derived: int | None = None
-
-
-_compared = _Compared()
 
 
 def reseed(seed: int) -> None:
@@ -135,7 +124,8 @@ def reseed(seed: int) -> None:
     """
     torch.default_generator.manual_seed(seed)
     _set_count(*_state(), 0)
-    _compared.derived = torch.initial_seed()
+    _derived.clear()
+    _derived.add(torch.initial_seed())
 
 
 def next_key(generator: Generator | None = None, mesh: Mesh | None = None, agree: Agree | None = None) -> tuple[int, int]:
@@ -151,25 +141,22 @@ def _draw_key(generator: Generator | None, mesh: Mesh | None, agree: Agree | Non
     count, seed = field.value if field.valid else 0, torch.initial_seed()
     if agree is not None and mesh is not None:
         if not field.valid:  # torch was seeded, perhaps with the same number
-            _compared.seeds.clear()
-        known = _compared.seeds.get(mesh, ())
-        agree(f"seed {seed}, random call {count}", seed != _compared.derived and seed not in known)
-        if seed not in known:
-            _compared.seeds.setdefault(mesh, set()).add(seed)
+            _seeds.clear()
+        known = _seeds.setdefault(mesh, set())
+        agree(f"seed {seed}, random call {count}", seed not in _derived and seed not in known)
+        known.add(seed)
     _set_count(state, field, count + 1)
-    digest = hashlib.blake2b(f"{seed}:{count}".encode(), digest_size=16).digest()
-    first, second = _KEYS.unpack(digest)
+    first, second = _KEYS.unpack(hashlib.blake2b(f"{seed}:{count}".encode(), digest_size=16).digest())
     return first, second
 
 
 def _key_from(generator: Generator, mesh: Mesh | None, agree: Agree | None) -> tuple[int, int]:
     """Keys from a generator of the user's, of which the ranks compare the first numbers that they draw on a mesh."""
-    drawn = torch.empty(2, dtype=torch.int64, device=generator.device).random_(generator=generator)
-    first, second = drawn.tolist()
+    first, second = torch.empty(2, dtype=torch.int64, device=generator.device).random_(generator=generator).tolist()
     if agree is not None and mesh is not None:
-        compared = _compared.generators.setdefault(generator, WeakSet())
-        if len(_compared.generators) > _MOST_GENERATORS:
-            del _compared.generators[next(iter(_compared.generators))]
+        compared = _generators.setdefault(generator, WeakSet())
+        if len(_generators) > _MOST_GENERATORS:
+            del _generators[next(iter(_generators))]
         agree(f"a generator with seed {generator.initial_seed()} that draws {first}", mesh not in compared)
         compared.add(mesh)
     return first, second
@@ -274,23 +261,18 @@ torch.library.define(
 )
 
 
-def _key_fake(after: Tensor | None, mesh: str) -> Tensor:
-    return torch.empty(2, dtype=torch.int64)
-
-
 def _draw_now(key: Tensor, starts: Any, lengths: Any, strides: Any, shape: Any, *facts: Any) -> Tensor:
     dtype, device, kind, numbers = facts
     box = Spans(tuple(starts), tuple(lengths), tuple(strides))
     return fill_shard(torch.empty(shape, dtype=dtype, device=device), Draw(kind, tuple(numbers)), box, tuple(key.tolist()))
 
 
-def _draw_fake(key: Tensor, starts: Any, lengths: Any, strides: Any, shape: Any, *facts: Any) -> Tensor:
-    return torch.empty(shape, dtype=facts[0], device=facts[1])
-
-
-torch.library.register_fake("shardwise::random_key", _key_fake)
+torch.library.register_fake("shardwise::random_key", lambda after, mesh: torch.empty(2, dtype=torch.int64))
 torch.library.impl("shardwise::draw", "CompositeExplicitAutograd", _draw_now)
-torch.library.register_fake("shardwise::draw", _draw_fake)
+torch.library.register_fake(
+    "shardwise::draw",
+    lambda key, starts, lengths, strides, shape, dtype, device, *_: torch.empty(shape, dtype=dtype, device=device),
+)
 
 
 def traced_key(mesh: Mesh, generator: Generator | None = None) -> Tensor:

@@ -32,31 +32,27 @@ def relabel(mesh: Mesh | Any, *moves: tuple[DTensor | Layout, Placements | Layou
     on = Mesh.from_torch(mesh)
     if on.root is not on:
         raise MeshError(f"relabel takes a whole mesh, got the part {on} of {on.root}; relabel that and take the part of it")
-    pairs = [_pair(on, *_move(move)) for move in moves]
-    ranks = sorted(
-        set(integers(among, "relabel: among", 0))
-        if among is not None
-        else {*on.ranks, *(rank for have, _ in pairs for rank in have.mesh.ranks)}
-    )
+    pairs = [_pair(on, move) for move in moves]
+    held = {*on.ranks, *(rank for have, _ in pairs for rank in have.mesh.ranks)}
+    ranks = sorted(held if among is None else set(integers(among, "relabel: among", 0)))
     if len(ranks) < on.size():
         raise MeshError(f"relabel: mesh {on} has {on.size()} ranks, and among={ranks} are only {len(ranks)} to choose from")
     lacks = _lacks(on, ranks, pairs)
-    chosen = _assigned([_with_ties(row, place, on.size()) for place, row in enumerate(lacks)])
+    # Among the least bytes ranks are to ascend: squares of shifts add up to the least there, too small to make up for a byte.
+    byte = on.size() * len(ranks) ** 2
+    chosen = _assigned([[lack * byte + (place - i) ** 2 for i, lack in enumerate(row)] for place, row in enumerate(lacks)])
     if set(on.ranks) <= set(ranks) and _total(lacks, map(ranks.index, on.ranks)) == _total(lacks, chosen):
         return on
     groups = "explicit" if on.explicit else "auto"
     return Mesh(on.axes, on.shape, [ranks[i] for i in chosen], on.device, on.world, None, on.slow, groups)
 
 
-def _move(move: Any) -> tuple[DTensor | Layout, Any]:
+def _pair(mesh: Mesh, move: Any) -> tuple[Layout, Layout]:
+    """What is moved and where to, with nothing partial: a reduction leaves its result where the summands are."""
     if not isinstance(move, tuple | list) or len(move) != 2 or not isinstance(move[0], DTensor | Layout):
         refuse("relabel: a move of *moves", "a pair of a DTensor, or the layout of one, and its placements on the mesh", move)
-    return move[0], move[1]
-
-
-def _pair(mesh: Mesh, tensor: DTensor | Layout, placements: Placements | Layout) -> tuple[Layout, Layout]:
-    """What is moved and where to, with nothing partial: a reduction leaves its result where the summands are."""
-    have: Layout = tensor.layout if isinstance(tensor, DTensor) else tensor
+    tensor, placements = move
+    have = tensor if isinstance(tensor, Layout) else tensor._layout
     if isinstance(placements, Layout) and placements.mesh is not mesh:
         raise MeshError(f"relabel of mesh {mesh}: the layout {placements} is on mesh {placements.mesh}; give placements")
     return have.reduced(), make_layout(have.shape, mesh, placements, have.dtype).reduced()
@@ -75,13 +71,6 @@ def _lacks(mesh: Mesh, ranks: Sequence[int], pairs: Sequence[tuple[Layout, Layou
             for i, index in enumerate(held):
                 row[i] += (size - (shared[index] if index is not None else 0)) * have.dtype.itemsize
     return found
-
-
-def _with_ties(lacks: Sequence[int], place: int, places: int) -> list[int]:
-    """Costs that are least where the bytes are, and of those where ranks ascend: the squares of their shifts, too small to make
-    up for a byte, add up to the least there."""
-    byte = places * len(lacks) ** 2
-    return [lack * byte + (place - i) ** 2 for i, lack in enumerate(lacks)]
 
 
 def _total(lacks: Sequence[Sequence[int]], chosen: Iterable[int]) -> int:

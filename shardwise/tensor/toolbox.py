@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor
@@ -20,9 +20,6 @@ from ..random.keys import next_key
 from ..redistribution.run import move
 from .wrapping import local_on, replicated_on, wrap
 
-#: torch's own attribute, which DTensor puts a property in front of.
-_data: Any = torch.Tensor.data
-
 
 def key_on(mesh: Mesh, generator: Generator | None = None) -> tuple[int, int]:
     """The keys of one random call on a mesh, whose ranks compare, when torch was seeded, what these are made of."""
@@ -34,17 +31,18 @@ def _agree(mesh: Mesh, made_of: str, due: bool) -> None:
         transport(mesh, "random numbers").agree(made_of, mesh, due)
 
 
-def _key_now(after: Tensor | None, mesh: str) -> Tensor:
-    return torch.tensor(key_on(seen(Mesh.read(mesh))))
-
-
-torch.library.impl("shardwise::random_key", "CompositeExplicitAutograd", _key_now)
+torch.library.impl(
+    "shardwise::random_key",
+    "CompositeExplicitAutograd",
+    lambda after, mesh: torch.tensor(key_on(seen(Mesh.read(mesh)))),
+)
 
 
 class Toolbox:
     """What a program, which runs on DTensors in place of one operator, may use beside ordinary torch operators."""
 
     __slots__ = ("cls", "operator")
+    key = staticmethod(key_on)
 
     def __init__(self, cls: Any, operator: str = "") -> None:
         self.cls, self.operator = cls, operator
@@ -93,12 +91,8 @@ class Toolbox:
 
     def become(self, x: Any, value: Any) -> None:
         """Make `x` show the data of another DTensor, and its shape and layout, in place."""
-        _data.__set__(x, value)  # the sizes that the wrapper itself shows
+        cast(Any, Tensor).data.__set__(x, value)  # torch's own attribute: the sizes that the wrapper itself shows
         x._local, x._layout = value._local, value._layout
-
-    def key(self, mesh: Mesh, generator: Generator | None = None) -> tuple[int, int]:
-        """The keys of one random call on a mesh."""
-        return key_on(mesh, generator)
 
     def each(self, kernel: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
         """A function of local tensors on every rank; DTensors among the arguments give their locals."""
