@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch.compiler import untraced
-from .._torch.tensors import make_wrapper, no_torch_function, schema
+from .._torch.tensors import make_wrapper, no_torch_function, schema, tree_leaves, tree_map_only
 from ..errors import MeshError
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
@@ -27,18 +27,17 @@ from .simulated import outputs, stands_back
 _META = torch.device("meta")
 
 
-def _on_shapes(
-    cls: type, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-) -> Any:
+def _on_shapes(cls: type, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
     """Run an operator on shapes."""
     if stands_back(cls, types):
         return NotImplemented
     kwargs = kwargs or {}
-    mesh = _mesh((args, kwargs))
+    mesh = next(x.mesh for x in tree_leaves((args, kwargs)) if isinstance(x, Absent))
     if torch.Tag.data_dependent_output in func.tags:
         refuse(mesh, f"{func} needs its values")
     try:
-        outs = func(*_ghosts(args), **_ghosts(kwargs))
+        ghosts, named = tree_map_only((Tensor, torch.device), _ghost, (args, kwargs))
+        outs = func(*ghosts, **named)
     except NotImplementedError:
         if any(result.alias_info is None for result in schema(func).returns):
             refuse(mesh, f"{func} gives no shapes without its values")
@@ -48,10 +47,8 @@ def _on_shapes(
 
 @untraced
 class Absent(torch.Tensor):
-    """A tensor without data, on the device of a mesh that this rank is not in.
-
-    A plain tensor on torch's `meta` device would not do: kernels ask a tensor for its device, to make others beside it.
-    """
+    """A tensor without data, on the device of a mesh that this rank is not in. One on torch's `meta` device would not do:
+    kernels ask a tensor for its device, to make others beside it."""
 
     mesh: Mesh
     #: the same shape and strides on the device that computes nothing else
@@ -59,7 +56,7 @@ class Absent(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[Absent], shape: Sequence[int], dtype: torch.dtype, mesh: Mesh) -> Absent:
-        return _shown(torch.empty(tuple(shape), dtype=dtype, device=_META), mesh)
+        return _without_data(torch.empty(tuple(shape), dtype=dtype, device=_META), mesh)
 
     __torch_function__ = no_torch_function
     __torch_dispatch__: Any = classmethod(_on_shapes)
@@ -80,48 +77,23 @@ class Absent(torch.Tensor):
 torch.serialization.add_safe_globals([Absent])
 
 
-def _shown(ghost: Tensor, mesh: Mesh) -> Absent:
-    self: Absent = make_wrapper(
-        Absent,
-        ghost.shape,
-        strides=ghost.stride(),
-        storage_offset=ghost.storage_offset(),
-        dtype=ghost.dtype,
-        layout=ghost.layout,
-        device=Layout.of(mesh, ()).device,
-    )
+def _without_data(ghost: Tensor, mesh: Mesh) -> Absent:
+    facts = ghost.storage_offset(), None, ghost.dtype, ghost.layout, Layout.of(mesh, ()).device
+    self: Absent = make_wrapper(Absent, ghost.shape, ghost.stride(), *facts)
     self.ghost, self.mesh = ghost, mesh
     return self
 
 
 def absent(value: Any, mesh: Mesh) -> Any:
-    """`value` with every tensor in it (through lists and tuples) replaced by its shape."""
-    if isinstance(value, Tensor):
-        return value if isinstance(value, Absent) else _shown(_ghosts(value), mesh)
-    kind = type(value)
-    return kind([absent(item, mesh) for item in value]) if kind is tuple or kind is list else value
+    """`value` with every tensor in it replaced by its shape."""
+    return tree_map_only(Tensor, lambda x: x if isinstance(x, Absent) else _without_data(_ghost(x), mesh), value)
 
 
-def _ghosts(value: Any) -> Any:
-    """`value` with every tensor and device in it replaced by one that holds no data."""
-    if isinstance(value, Absent):
-        return value.ghost
-    if isinstance(value, Tensor):
-        return value if value.is_meta else torch.empty_like(value, device=_META)
-    if isinstance(value, torch.device):
+def _ghost(x: Any) -> Any:
+    """A tensor, or a device, that holds no data, in the place of one that does."""
+    if isinstance(x, torch.device):
         return _META
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([_ghosts(item) for item in value])
-    return {key: _ghosts(item) for key, item in value.items()} if kind is dict else value
-
-
-def _mesh(value: Any) -> Any:
-    """The mesh of the first absent tensor in `value`."""
-    if isinstance(value, Absent):
-        return value.mesh
-    several = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return next((mesh for mesh in map(_mesh, several) if mesh is not None), None)
+    return x.ghost if isinstance(x, Absent) else x if x.is_meta else torch.empty_like(x, device=_META)
 
 
 def refuse(mesh: Mesh, why: str) -> NoReturn:

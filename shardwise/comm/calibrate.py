@@ -35,17 +35,14 @@ def calibrate(mesh: Mesh) -> dict[str, Link]:
     """
     mesh = Mesh.from_torch(mesh)
     wide = [axis for axis in mesh.axes if mesh.axis_sizes[axis] > 1]
-    if _has_clock(mesh) and wide:
+    has_clock = mesh.world == "processes" and not (dist.is_initialized() and dist.get_backend() == "fake")
+    if has_clock and wide:
         many = MANY_ON_HOST if mesh.device == "cpu" else MANY_ON_DEVICE
         seconds = [(_seconds(mesh, axis, FEW, IN_A_ROW), _seconds(mesh, axis, many, 1)) for axis in wide]
         # A collective takes as long as its last rank; whatever else the machines do can only prolong it.
         agreed = _largest(torch.tensor(seconds, dtype=torch.float64, device=mesh.device), mesh).amin(-1).tolist()
         set_links(mesh, {axis: _link(short, long, many) for axis, (short, long) in zip(wide, agreed, strict=True)})
     return {axis: links(mesh)[axis] for axis in mesh.axes}
-
-
-def _has_clock(mesh: Mesh) -> bool:
-    return mesh.world == "processes" and not (dist.is_initialized() and dist.get_backend() == "fake")
 
 
 def _seconds(mesh: Mesh, axis: str, received: int, times: int) -> list[float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,9 +38,16 @@ def deliver(going: Sequence[Message], coming: Sequence[Message], outs: Sequence[
     that was sent with it. What is sent is packed, and may be written to only then."""
     going = [Message(x, peer) for x, peer in going if x.numel()]
     coming = [Message(x, peer) for x, peer in coming if x.numel()]
-    several = [*going, *coming]
-    if several and coalesces(group, several[0].x.device):
-        return _together(going, coming, outs, group)
+    device = next((x.device for x, _ in (*going, *coming)), None)
+    if device is not None and coalesces(group, device):
+        with coalesce(group, device) as launched:  # also a message to oneself is one of it
+            for x, peer in coming:
+                group.recv([packed(x)], peer, 0)
+            for x, peer in going:
+                group.send([x], peer, 0)
+        for work, x in product(launched.works, outs):
+            register_work(x, work)
+        return
     me = group.rank()
     _copy([x for x, peer in going if peer == me], [x for x, peer in coming if peer == me])
     for x, peer in coming:
@@ -53,18 +61,6 @@ def deliver(going: Sequence[Message], coming: Sequence[Message], outs: Sequence[
         _sent.append(works)
         if len(_sent) > _UNDER_WAY:
             finish(1)
-
-
-def _together(going: Sequence[Message], coming: Sequence[Message], outs: Sequence[Tensor], group: Any) -> None:
-    """One launch on a device; also a message to oneself is one of it."""
-    with coalesce(group, (going or coming)[0].x.device) as launched:
-        for x, peer in coming:
-            group.recv([packed(x)], peer, 0)
-        for x, peer in going:
-            group.send([x], peer, 0)
-    for work in launched.works:
-        for x in outs:
-            register_work(x, work)
 
 
 def copied(x: Tensor) -> Tensor:

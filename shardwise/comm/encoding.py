@@ -114,7 +114,11 @@ def encoding(kind: str, of: dtype) -> Encoding | None:
         return Encoding(lambda x: x.view(torch.uint8), _BOOLS[kind], lambda x: x.bitwise_and(1).view(torch.bool))
     if of in _FLOATS and kind in ("max", "min"):
         # Gloo and NCCL lose NaN in max and min; integers in the order of the numbers, with NaN outermost, do not.
-        return Encoding(partial(_ordered, kind=kind), kind, partial(_number_of_ordered, of=of))
+        return Encoding(
+            partial(_ordered, kind=kind),
+            kind,
+            lambda x: _turned(x).view(torch.float64 if x.dtype is torch.int64 else torch.float32).to(of),
+        )
     if of in (torch.complex64, torch.complex128) and kind == "sum":
         return Encoding(lambda x: torch.view_as_real(x.resolve_conj()), "sum", torch.view_as_complex)
     if of is torch.int16 and kind in ("sum", "product", "max", "min"):
@@ -129,10 +133,6 @@ def _ordered(x: Tensor, kind: str) -> Tensor:
     bits = wide.view(torch.int64 if wide.dtype is torch.float64 else torch.int32)
     limits = torch.iinfo(bits.dtype)
     return torch.where(wide.isnan(), limits.max if kind == "max" else limits.min, _turned(bits))
-
-
-def _number_of_ordered(x: Tensor, of: dtype) -> Tensor:
-    return _turned(x).view(torch.float64 if x.dtype is torch.int64 else torch.float32).to(of)
 
 
 def _turned(bits: Tensor) -> Tensor:

@@ -118,11 +118,8 @@ def _all_raise(job: _Job, ranks: Sequence[int]) -> bool:
 
 
 def close_groups() -> None:
-    """Close the connections of every group: whoever waits there is woken, here and on other ranks.
-
-    Gloo closes a group when a message is waited for in vain, and in no other way while the group is in use. NCCL's groups are
-    left to the time-out: its watchdog ends the processes that wait.
-    """
+    """Close the connections of every group, to wake whoever waits there. Gloo closes a group in use only when a message is
+    waited for in vain. NCCL's groups are left to the time-out: its watchdog ends the processes that wait."""
     for group in groups():
         with contextlib.suppress(ValueError):  # not one of a job
             gloo = group.size() > 1 and "gloo" in dist.get_backend_config(group)
@@ -140,12 +137,11 @@ def is_lost(error: BaseException) -> bool:
 
 
 def lost(error: RuntimeError, what: str) -> RankError:
-    """What to raise where communication failed: the word of a rank that failed first, or what is known here. Others that wait
-    for this rank are woken in turn."""
+    """What to raise where communication failed: the word of the rank that failed first, or what is known here."""
     job, rank = joined(), dist.get_rank()
     seen = f"rank {rank} was in {what} at {caller()}"
     word = job.word() or job.word(f"{seen}: {_short(error)}; {job.ended() or 'some rank raised, skipped this or is late'}")
-    close_groups()
+    close_groups()  # others that wait for this rank are woken in turn
     return RankError(f"{word}\n{'' if word.startswith(seen) else seen + chr(10)}{_REMEDY}")
 
 

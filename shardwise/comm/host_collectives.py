@@ -27,7 +27,7 @@ def is_eager(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and type(x) in _ORDINARY and not dispatch_modes()
 
 
-def all_gather(x: Tensor, group: Any) -> Tensor:
+def direct_all_gather(x: Tensor, group: Any) -> Tensor:
     """The group's tensors, concatenated along dim 0."""
     mine, me = _flat(x), group.rank()
     out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
@@ -38,19 +38,19 @@ def all_gather(x: Tensor, group: Any) -> Tensor:
     return out
 
 
-def reduce_scatter(x: Tensor, kind: str, group: Any) -> Tensor:
+def direct_reduce_scatter(x: Tensor, kind: str, group: Any) -> Tensor:
     """This rank's equal chunk of dim 0 of the group's tensors, reduced."""
     parts = _flat(x).view(group.size(), -1)
     part = _scatter(parts, torch.empty_like(parts), kind, group)
     return part.clone().view(x.shape[0] // group.size(), *x.shape[1:])
 
 
-def all_reduce(x: Tensor, kind: str, group: Any) -> Tensor:
+def direct_all_reduce(x: Tensor, kind: str, group: Any) -> Tensor:
     """The group's tensors, reduced."""
     flat, n = _flat(x), group.size()
     whole = flat.numel()
     if whole * n * x.element_size() <= FEW:
-        return combine(all_gather(flat[None], group).unbind(), kind).view(x.shape)
+        return combine(direct_all_gather(flat[None], group).unbind(), kind).view(x.shape)
     if whole % n:
         flat = torch.cat([flat, flat.new_zeros(n - whole % n)])
     parts = flat.view(n, -1)

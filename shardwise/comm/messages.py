@@ -57,16 +57,12 @@ class Batch(NamedTuple):
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes along which messages run."""
-        return self.mesh.sorted_axes(axis for text in self.goals + self.sources for axis in self.route(text).axes)
+        return self.mesh.sorted_axes(axis for text in self.goals + self.sources for axis in route(text, self.mesh.root).axes)
 
     @property
     def alone(self) -> bool:
         """Whether a rank knows its own messages only."""
-        return any(self.route(text).alone for text in self.goals + self.sources)
-
-    def route(self, text: str) -> Partners:
-        """What a text of this batch tells."""
-        return route(text, self.mesh.root)
+        return any(route(text, self.mesh.root).alone for text in self.goals + self.sources)
 
     def going(self, place: int) -> list[tuple[int, int]]:
         """What a place sends: which tensor, and to which place."""
@@ -77,7 +73,7 @@ class Batch(NamedTuple):
         return self._at(self.sources, place)
 
     def _at(self, texts: tuple[str, ...], place: int) -> list[tuple[int, int]]:
-        found = [(index, self.route(text).places[place]) for index, text in enumerate(texts)]
+        found = [(index, route(text, self.mesh.root).places[place]) for index, text in enumerate(texts)]
         return [(index, other) for index, other in found if other >= 0]
 
     def shape(self, index: int, place: int) -> tuple[int, ...]:
@@ -99,13 +95,8 @@ def route(text: str, root: Mesh) -> Partners:
 def _shift(text: str, root: Mesh) -> Partners:
     by, wrap, axis = text.split(" ", 2)
     size = root.size_of(axis)
-    ends = range(size) if wrap == "end" else None
-
-    def other(at: int) -> int:
-        there = at + int(by)
-        return there % size if ends is None else there if there in ends else -1
-
-    return _along(axis, root, [other(at) for at in range(size)])
+    goals = [at + int(by) for at in range(size)]
+    return _along(axis, root, [goal if 0 <= goal < size else -1 if wrap == "end" else goal % size for goal in goals])
 
 
 def _table(text: str, root: Mesh) -> Partners:
@@ -134,31 +125,20 @@ def _ranks(text: str, root: Mesh) -> Partners:
     return Partners(tuple(_place(pairs[rank], root) if rank in pairs else -1 for rank in root.ranks), root.axes)
 
 
-def _rank(text: str, root: Mesh) -> Partners:
-    return Partners((_place(int(text), root),) * len(root.ranks), root.axes, alone=True)
-
-
 def _place(rank: int, root: Mesh) -> int:
     place = root.place(rank)
     if place is None:
-        raise MeshError(f"a message goes to or comes from rank {rank}, which mesh {root} does not have: {_several(root.ranks)}")
+        ranks = f"{', '.join(map(str, root.ranks[:8]))}{' …' if len(root.ranks) > 8 else ''}"
+        raise MeshError(f"a message goes to or comes from rank {rank}, which mesh {root} does not have: its ranks are {ranks}")
     return place
-
-
-def _several(ranks: tuple[int, ...]) -> str:
-    return f"its ranks are {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''}"
-
-
-def _nobody(text: str, root: Mesh) -> Partners:
-    return Partners((-1,) * len(root.ranks), ())
 
 
 _ROUTES: dict[str, Callable[[str, Mesh], Partners]] = {
     "shift": _shift,
     "table": _table,
     "ranks": _ranks,
-    "rank": _rank,
-    "nobody": _nobody,
+    "rank": lambda text, root: Partners((_place(int(text), root),) * len(root.ranks), root.axes, alone=True),
+    "nobody": lambda text, root: Partners((-1,) * len(root.ranks), ()),
 }
 
 

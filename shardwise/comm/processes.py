@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -31,13 +32,10 @@ from .aliases import forget, register
 from .delivery import Message, copied, deliver
 from .encoding import combine, encoding, packed, unpacked
 from .failures import guarded, in_job, joined, report
-from .host_collectives import all_gather as direct_all_gather
-from .host_collectives import all_reduce as direct_all_reduce
-from .host_collectives import is_eager
-from .host_collectives import reduce_scatter as direct_reduce_scatter
+from .host_collectives import direct_all_gather, direct_all_reduce, direct_reduce_scatter, is_eager
 from .messages import Batch
 from .source_lines import caller
-from .tracing import current, mark_specific
+from .tracing import current, mark_specific, varies
 from .transport import Assumed, Counts, Fact, alike, check_chunks
 
 _all_reduce = collectives.all_reduce.default
@@ -61,8 +59,11 @@ def _finished(x: Tensor) -> Tensor:
 _SEEDS = "seed alike on every rank (torch.manual_seed, or the generator that is given), and draw alike"
 #: Shapes travel in a vector of one length, so that ranks that disagree on the number of dims can still say so.
 _MOST_DIMS = 64
-#: Kinds of devices.
-DEVICES = ("cpu", "cuda", "hpu", "meta", "mps", "xla", "xpu")
+#: Names of dtypes and devices, in the same order in every process of a job; the last stands for one that is not there.
+_NAMES = (
+    *sorted({str(kind) for kind in vars(torch).values() if isinstance(kind, torch.dtype)}),
+    *("cpu", "cuda", "hpu", "meta", "mps", "xla", "xpu", "another one"),
+)
 
 
 # ── the rank as a value ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -75,40 +76,30 @@ def _rank_number(table: list[int], device: torch.device) -> Tensor:
     return torch.full((), table[dist.get_rank()], dtype=torch.int64, device=device)
 
 
-def _rank_number_fake(table: list[int], device: torch.device) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device=device)
-
-
-torch.library.register_fake("shardwise::rank_number", _rank_number_fake)
+torch.library.register_fake("shardwise::rank_number", lambda table, device: torch.empty((), dtype=torch.int64, device=device))
 
 
 # ── groups ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Group(NamedTuple):
-    """A process group by the name it goes by, and its size; one rank alone needs no group, and a rank outside has none.
-
-    `process` leads to the process group itself, `hosts` too where its ranks are hosts that send straight to each other. They do
-    not keep it: whoever ends the job ends its groups, with their threads.
-    """
+    """A process group by its alias, and its size (1: none is needed, 0: this rank is outside). If its ranks are `hosts`, they
+    send straight to each other. `process` leads to it and does not keep it: whoever ends the job ends its groups."""
 
     alias: str
     size: int
-    hosts: Callable[[], Any] | None = None
-    process: Callable[[], Any] | None = None
+    hosts: bool = False
+    process: Callable[[], Any] = lambda: None
 
 
+@dataclass(slots=True)
 class Seat:
-    """Where this rank stands in a root mesh (-1: nowhere), its groups by their axes, whether all of them are made, and those
-    whose ranks have met."""
+    """Where this rank stands in a root mesh (-1: nowhere), its groups by axes, those that have met, whether all are made."""
 
-    __slots__ = ("groups", "met", "place", "ready")
-
-    def __init__(self, place: int | None) -> None:
-        self.place = -1 if place is None else place
-        self.groups: dict[tuple[str, ...], Group] = {}
-        self.met: set[tuple[str, ...]] = set()
-        self.ready = False
+    place: int
+    groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
+    met: set[tuple[str, ...]] = field(default_factory=set)
+    ready: bool = False
 
 
 class Processes:
@@ -123,24 +114,22 @@ class Processes:
 
     def prepare(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
         """The group of this rank over `axes`, made if it is not there yet; collective over the group."""
-        job = dist.group.WORLD
-        if job is None or self._job() is not job:
-            self._join(job, mesh)
-        seat = self._seat(mesh.root)
+        seat = self._seat(mesh)
         found = seat.groups.get(axes)
         return self._make(mesh.root, axes, seat) if found is None else found
 
     @guarded
     def ready(self, mesh: Mesh) -> None:
         """Make every group that a plan on the mesh may use; collective over the mesh."""
-        if self.place(mesh) < 0 or (self._seat(mesh.root).ready and not mesh.explicit):
+        seat = self._seat(mesh)
+        if seat.place < 0 or (seat.ready and not mesh.explicit):
             return
         axes = [axis for axis, n in mesh.root.axis_sizes.items() if n > 1]
         for count in range(1, len(axes) + 1):
             for chosen in combinations(axes, count):
                 if mesh.usable(chosen):
                     self.prepare(mesh, chosen)
-        self._seat(mesh.root).ready = True
+        seat.ready = True
 
     def traced(self, x: Tensor) -> bool:
         """Whether the tensor is not an ordinary one, or something records what is done to it."""
@@ -165,11 +154,15 @@ class Processes:
         if in_job():
             joined()
 
-    def _seat(self, root: Mesh) -> Seat:
-        found = self._seats.get(root)
+    def _seat(self, mesh: Mesh) -> Seat:
+        job = dist.group.WORLD
+        if job is None or self._job() is not job:
+            self._join(job, mesh)
+        found = self._seats.get(mesh.root)
         if found is None:
+            place = mesh.root.place(dist.get_rank())
             with self._joining:
-                found = self._seats.setdefault(root, Seat(root.place(dist.get_rank())))
+                found = self._seats.setdefault(mesh.root, Seat(-1 if place is None else place))
         return found
 
     def _make(self, root: Mesh, axes: tuple[str, ...], seat: Seat) -> Group:
@@ -177,54 +170,50 @@ class Processes:
         group = Group(root.alias(axes), len(places))
         if group.size > 1:
             made = group_over(tuple(root.ranks[place] for place in places), root)
-            found = weakref.ref(made)
-            hosts = found if root.device == "cpu" and dist.get_backend(made) == "gloo" else None
-            group = Group(group.alias, group.size, hosts, found)
+            hosts = root.device == "cpu" and dist.get_backend(made) == "gloo"
+            group = group._replace(hosts=hosts, process=weakref.ref(made))
             register(group.alias, made)
         return seat.groups.setdefault(axes, group)
 
     def place(self, mesh: Mesh) -> int:
         """Where this rank stands in the mesh."""
-        job = dist.group.WORLD
-        if job is None or self._job() is not job:
-            self._join(job, mesh)
-        return self._seat(mesh.root).place
+        return self._seat(mesh).place
 
     # ── collectives ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     @guarded
     def all_reduce(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce over the group."""
-        alias, size, hosts, _ = self.prepare(mesh, axes)
+        alias, size, hosts, process = self.prepare(mesh, axes)
         if size == 0:
             return Absent(x.shape, x.dtype, mesh)
         if size == 1 or x.numel() == 0:
             return x.clone(memory_format=torch.contiguous_format)
-        if hosts is not None and is_eager(x) and not deferred.get():
-            return direct_all_reduce(x, kind, hosts())
+        if hosts and is_eager(x) and not deferred.get():
+            return direct_all_reduce(x, kind, process())
         how = encoding(kind, x.dtype)
         if how is None:
-            return self._gathered(x, kind, mesh, axes)
+            return combine(self.all_gather(x[None], mesh, axes).unbind(), kind)
         return how.decode(_finished(_all_reduce(packed(how.encode(x)), how.kind, alias)))
 
     @guarded
     def all_gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Concatenate the group's tensors along dim 0."""
-        alias, size, hosts, _ = self.prepare(mesh, axes)
+        alias, size, hosts, process = self.prepare(mesh, axes)
         if size == 0:
             return Absent((len(mesh.peers(0, axes)) * x.shape[0], *x.shape[1:]), x.dtype, mesh)
         if size == 1:
             return x.clone(memory_format=torch.contiguous_format)
         if x.numel() == 0:
             return x.new_empty((size * x.shape[0], *x.shape[1:]))
-        if hosts is not None and is_eager(x) and not deferred.get():
-            return direct_all_gather(x, hosts())
+        if hosts and is_eager(x) and not deferred.get():
+            return direct_all_gather(x, process())
         return unpacked(_finished(_all_gather(packed(x), size, alias)), x.dtype)
 
     @guarded
     def reduce_scatter(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         """Reduce over the group and keep this rank's chunk of dim 0."""
-        alias, size, hosts, _ = self.prepare(mesh, axes)
+        alias, size, hosts, process = self.prepare(mesh, axes)
         ranks = size or len(mesh.peers(0, axes))
         check_chunks(x.shape[0], ranks, axes)
         if size == 0:
@@ -233,11 +222,12 @@ class Processes:
             return x.clone(memory_format=torch.contiguous_format)
         if x.numel() == 0:
             return x.new_empty((x.shape[0] // size, *x.shape[1:]))
-        if hosts is not None and is_eager(x) and not deferred.get():
-            return direct_reduce_scatter(x, kind, hosts())
+        if hosts and is_eager(x) and not deferred.get():
+            return direct_reduce_scatter(x, kind, process())
         how = encoding(kind, x.dtype)
         if how is None:
-            return combine(self._exchanged_chunks(x, mesh, axes), kind)
+            even = (x.numel() // size,) * size
+            return combine(self.all_to_all(x.flatten(), even, even, mesh, axes).view(size, -1, *x.shape[1:]).unbind(), kind)
         return how.decode(_finished(_reduce_scatter(packed(how.encode(x)), how.kind, size, alias)))
 
     @guarded
@@ -272,8 +262,8 @@ class Processes:
     def _group_of(self, batch: Batch) -> Any:
         """The process group that carries a batch. Where its ranks must all meet before some of them send, they do so once."""
         group = self.prepare(batch.mesh, batch.axes)
-        made = group_over((dist.get_rank(),), batch.mesh.root) if group.process is None else group.process()
-        met = self._seat(batch.mesh.root).met
+        made = group.process() if group.size > 1 else group_over((dist.get_rank(),), batch.mesh.root)
+        met = self._seat(batch.mesh).met
         if batch.mesh.device != "cpu" and batch.axes not in met and not batch.alone:
             met.add(batch.axes)
             made.allreduce([torch.zeros(1, device=batch.mesh.device)]).wait()
@@ -290,23 +280,14 @@ class Processes:
             return x.clone(memory_format=torch.contiguous_format)
         return unpacked(_wait(_broadcast(packed(x), index_of(mesh, (source,) * mesh.ndim, axes), alias)), x.dtype)
 
-    def _gathered(self, x: Tensor, kind: str, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        """Reduce by `kind` what the group holds, for a reduction that no backend does."""
-        return combine(self.all_gather(x[None], mesh, axes).unbind(), kind)
-
-    def _exchanged_chunks(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """This rank's chunk of dim 0 of each of the group."""
-        size = self.prepare(mesh, axes).size
-        even = (x.numel() // size,) * size
-        return self.all_to_all(x.flatten(), even, even, mesh, axes).view(size, -1, *x.shape[1:]).unbind()
-
     # ── what does not communicate ─────────────────────────────────────────────────────────────────────────────────────
 
     def each(self, function: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
         """Call the function with this rank's arguments."""
         place = self.place(mesh)
-        if place < 0:
-            return self._on_shapes(function, mesh, args)
+        if place < 0:  # as shapes at the first place; a device to make tensors on is one without memory
+            given = [torch.device("meta") if isinstance(value, torch.device) else value for value in absent(args, mesh)]
+            return absent(function(*_here(given, 0)), mesh)
         if current() is not None and varies(args, len(mesh.ranks)):
             mark_specific(args)
         try:
@@ -315,16 +296,13 @@ class Processes:
             self.report(error, mesh, getattr(function, "__name__", "a kernel"))
             raise
 
-    def _on_shapes(self, function: Callable[..., Any], mesh: Mesh, args: tuple[Any, ...]) -> Any:
-        """What the function gives at the first place, as shapes; a device to make tensors on is one without memory."""
-        given = [torch.device("meta") if isinstance(value, torch.device) else value for value in absent(args, mesh)]
-        return absent(function(*_here(given, 0)), mesh)
-
     def number(self, value: PerRank, mesh: Mesh) -> Tensor:
-        """This rank's number, looked up by rank when the operator runs."""
+        """This rank's number, looked up when the operator runs: by rank alone, among those of the job up to the mesh's last."""
         if self.place(mesh) < 0:
             return Absent((), torch.int64, mesh)
-        return torch.ops.shardwise.rank_number(_table(value, mesh.root), torch.device(mesh.device))
+        places = [mesh.root.place(rank) for rank in range(max(mesh.root.ranks) + 1)]
+        table = [0 if place is None else value.at(place) for place in places]
+        return torch.ops.shardwise.rank_number(table, torch.device(mesh.device))
 
     def replicate(self, tensor: Tensor, mesh: Mesh) -> Tensor:
         """The tensor itself."""
@@ -387,10 +365,6 @@ class Processes:
         return self._assumed.pop(mesh.root.text, []) if self._assumed else []
 
 
-#: Names of dtypes and devices, in the same order in every process of a job; the last stands for one that is not there.
-_NAMES = (*sorted({str(kind) for kind in vars(torch).values() if isinstance(kind, torch.dtype)}), *DEVICES, "another one")
-
-
 def _here(value: Any, place: int) -> Any:
     """`value` with every PerRank in it (through lists, tuples and dictionaries) replaced by that of the place."""
     if isinstance(value, PerRank):
@@ -399,19 +373,3 @@ def _here(value: Any, place: int) -> Any:
     if kind is dict:
         return {name: _here(item, place) for name, item in value.items()}
     return kind([_here(item, place) for item in value]) if kind is tuple or kind is list else value
-
-
-def varies(value: Any, places: int) -> bool:
-    """Whether a PerRank in `value` (through lists, tuples and dictionaries) is not the same at every place."""
-    if isinstance(value, PerRank):
-        return any(value.at(place) != value.at(0) for place in range(places))
-    several = value.values() if isinstance(value, dict) else value
-    return isinstance(value, list | tuple | dict) and any(varies(item, places) for item in several)
-
-
-def _table(value: PerRank, root: Mesh) -> list[int]:
-    """One number for each rank of the job up to the mesh's last, so that the rank alone finds its own."""
-    table = [0] * (max(root.ranks) + 1)
-    for place, rank in enumerate(root.ranks):
-        table[rank] = value.at(place)
-    return table

@@ -25,14 +25,12 @@ from ..layouts.layout import PerRank
 from ..layouts.mesh import Mesh, index_of
 from .encoding import combine
 from .messages import Batch, describe, fits, pairs, refuse
-from .transport import Assumed, Counts, Fact, alike, check_chunks, check_shards
+from .transport import Assumed, Counts, Fact, Transport, alike, check_chunks, check_shards
 
 # ── Bundle ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _everywhere(
-    cls: type, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-) -> Any:
+def _everywhere(cls: type, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
     """Run an operator at every place."""
     if stands_back(cls, types):
         return NotImplemented
@@ -64,7 +62,18 @@ class Bundle(torch.Tensor):
     def __new__(cls: type[Bundle], shards: Iterable[Tensor], requires_grad: bool = False, stride: Any = None) -> Bundle:
         flag(requires_grad, "Bundle: requires_grad")
         optional(integers, stride, "Bundle: stride", 0)
-        return _bundle(_checked_shards(shards), requires_grad, stride)
+        tensors = several(shards, "Bundle: shards", "several tensors, one for each place")
+        if not tensors:
+            raise WorldError("a Bundle holds at least one shard, got shards=()")
+        first = tensors[0]
+        for shard in tensors:
+            a_tensor(shard, "Bundle: each of shards")
+            if isinstance(shard, Bundle) or shard.dtype != first.dtype or shard.device != first.device:
+                kinds = " and ".join(f"{type(x).__name__} {x.dtype} on {x.device}" for x in (first, shard))
+                raise WorldError(
+                    f"the shards of a Bundle are plain tensors of one dtype, on one device, got {kinds}; convert them"
+                )
+        return _bundle(tensors, requires_grad, stride)
 
     __torch_function__ = no_torch_function
     __torch_dispatch__: Any = classmethod(_everywhere)
@@ -81,7 +90,7 @@ class Bundle(torch.Tensor):
     __repr__: Any = _text
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (list(self.shards), self.requires_grad)
+        return Bundle, (list(self.shards), self.requires_grad)
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("shard_"):
@@ -102,40 +111,13 @@ class Bundle(torch.Tensor):
 def _bundle(shards: tuple[Tensor, ...], requires_grad: bool = False, stride: Any = None) -> Bundle:
     first = shards[0]
     strides = first.stride() if stride is None or first.numel() else stride  # strides of nothing mean nothing
-    self: Bundle = make_wrapper(
-        Bundle,
-        first.shape,
-        strides=strides,
-        storage_offset=first.storage_offset(),
-        dtype=first.dtype,
-        layout=first.layout,
-        device=first.device,
-        requires_grad=requires_grad,
-    )
+    facts = first.storage_offset(), None, first.dtype, first.layout, first.device
+    self: Bundle = make_wrapper(Bundle, first.shape, strides, *facts, requires_grad=requires_grad)
     self.shards = shards
     return self
 
 
-def _checked_shards(shards: Any) -> tuple[Tensor, ...]:
-    shards = several(shards, "Bundle: shards", "several tensors, one for each place")
-    if not shards:
-        raise WorldError("a Bundle holds at least one shard, got shards=()")
-    first = shards[0]
-    for shard in shards:
-        a_tensor(shard, "Bundle: each of shards")
-        if isinstance(shard, Bundle) or shard.dtype != first.dtype or shard.device != first.device:
-            kinds = [f"{type(x).__name__} {x.dtype} on {x.device}" for x in (first, shard)]
-            raise WorldError(
-                f"the shards of a Bundle are plain tensors of one dtype, on one device, got {' and '.join(kinds)}; convert them"
-            )
-    return shards
-
-
-def _rebuild(shards: list[Tensor], requires_grad: bool) -> Bundle:
-    return Bundle(shards, requires_grad)
-
-
-torch.serialization.add_safe_globals([_rebuild])
+torch.serialization.add_safe_globals([Bundle])
 
 
 def _check_writes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -210,7 +192,7 @@ def _bundled(outs: list[Any], what: object) -> Any:
 def _agreed(values: list[Any], what: object) -> Any:
     first = values[0]
     for place, value in enumerate(values):
-        if value != first and not (_is_nan(value) and _is_nan(first)):
+        if value != first and not (value != value and first != first):  # nan is like nan
             raise WorldError(
                 f"{what} gives {first!r} at place 0 and {value!r} at place {place} of a simulated world: there is no "
                 "one value to go on with. Look at `.shards`, or make it equal on every rank first (full_tensor())."
@@ -218,23 +200,16 @@ def _agreed(values: list[Any], what: object) -> Any:
     return first
 
 
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float | complex) and value != value
-
-
 # ── Simulated ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Simulated:
-    """The transport to a world of bundles.
+class Simulated(Transport):
+    """The transport to a world of bundles. All ranks are this process: there are no groups to make, and none to tell.
 
     >>> mesh = Mesh(("tp",), (2,), range(2), "cpu", "simulated")
     >>> Simulated().all_reduce(Bundle([torch.zeros(1), torch.ones(1)]), "sum", mesh, ("tp",)).shards
     (tensor([1.]), tensor([1.]))
     """
-
-    def ready(self, mesh: Mesh) -> None:
-        """There is nothing to make."""
 
     def traced(self, x: Tensor) -> bool:
         """Never: all ranks are in this process, and what one of them knows is no secret of another."""
@@ -340,12 +315,6 @@ class Simulated:
         """Nothing: it is checked when it is assumed."""
         return []
 
-    def agree(self, fact: str, mesh: Mesh, due: bool) -> None:
-        """Nothing: all ranks are this process."""
-
-    def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
-        """Nothing: all ranks raise with this process."""
-
 
 def _shards(x: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
     if isinstance(x, Bundle):
@@ -368,24 +337,19 @@ def shared(shards: Sequence[Tensor]) -> tuple[int, int] | None:
 
 def _apart(shards: Sequence[Tensor]) -> list[Tensor]:
     """The shards, with copies in place of those that have memory in common with one before them."""
-    found: list[Tensor] = []
+    apart: list[Tensor] = []
     for shard in shards:
-        found.append(shard.clone() if any(_overlap(shard, other) for other in found) else shard)
-    return found
+        apart.append(shard.clone() if any(_overlap(shard, other) for other in apart) else shard)
+    return apart
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors lie in one storage and, from their first to their last element, have some of it in common."""
     if not x.numel() or not y.numel() or storage_of(x) != storage_of(y):
         return False
-    (first, last), (start, end) = map(_span, (x, y))
-    return first <= end and start <= last
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    """Where the first and the last element of a tensor lie in its storage."""
-    first = int(x.storage_offset())
-    return first, first + sum(int((size - 1) * stride) for size, stride in zip(x.shape, x.stride(), strict=True))
+    starts = [int(each.storage_offset()) for each in (x, y)]
+    lengths = [sum(int((n - 1) * step) for n, step in zip(each.shape, each.stride(), strict=True)) for each in (x, y)]
+    return starts[0] <= starts[1] + lengths[1] and starts[1] <= starts[0] + lengths[0]
 
 
 def _check_places(count: int, mesh: Mesh) -> None:

@@ -7,6 +7,7 @@ keep it only under a key that names the rank's coordinate; found out too late fo
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .._torch.compiler import tracing_context
@@ -37,13 +38,12 @@ def tracing(**changes: bool) -> AbstractContextManager[Steering]:
     return steering.set(steering.get()._replace(**changes))
 
 
+@dataclass(slots=True)
 class Trace:
     """What is known of one trace: whether it is of one rank only, and whether its key says so."""
 
-    __slots__ = ("keyed", "specific")
-
-    def __init__(self) -> None:
-        self.specific = self.keyed = False
+    specific: bool = False
+    keyed: bool = False
 
 
 def current() -> Trace | None:
@@ -58,20 +58,24 @@ def current() -> Trace | None:
 
 
 def is_of_one_rank() -> bool:
-    """Whether ranks may differ in the program that is traced now, in sizes or in what uses a value: what is decided by these
-    might differ, too, and with it the collectives."""
+    """Whether ranks may differ in the program that is traced now, and so in what is decided by its sizes and uses of values."""
     trace = current()
     return trace is not None and trace.specific
 
 
 def mark_specific(because: Any) -> None:
-    """Say that what is traced now, if anything, holds something of this rank: because of a layout, or of values among which
-    some differ from rank to rank."""
+    """Say that what is traced now holds something of this rank, because of a layout or of values that differ between ranks."""
     trace = current()
-    if trace is not None and steering.get().only_alike:
-        refuse_unequal(because)
-    if trace is not None and not trace.specific:
+    if trace is not None:
+        if steering.get().only_alike:
+            refuse_unequal(because)
         trace.specific = True
+
+
+def varies(value: Any, places: int) -> bool:
+    """Whether a PerRank in `value` is not the same at every place."""
+    per_rank = [x for x in tree_leaves(value) if isinstance(x, PerRank)]
+    return any(x.at(place) != x.at(0) for x in per_rank for place in range(places))
 
 
 def refuse_unequal(because: Any) -> None:

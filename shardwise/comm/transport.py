@@ -22,8 +22,7 @@ Counts = tuple[int, ...] | PerRank
 
 
 class Assumed(NamedTuple):
-    """A call of `from_local` that was not checked yet: its line, a tensor of the given shape, and the shape that it should have
-    on each rank."""
+    """A call of `from_local` to check: its line, a tensor of the given shape, and the shape it should have on each rank."""
 
     line: str
     given: Tensor
@@ -37,6 +36,7 @@ class Transport(Protocol):
 
     def ready(self, mesh: Mesh) -> None:
         """Make whatever communication on the mesh needs, since a graph from a compile cache runs where nothing was traced."""
+        return None  # a world may have nothing to make, and no one to ask or to tell
 
     def traced(self, x: Tensor) -> bool:
         """Whether a local value only stands for what a program will compute that is traced here and runs on every rank."""
@@ -97,10 +97,12 @@ class Transport(Protocol):
     def agree(self, fact: str, mesh: Mesh, due: bool) -> None:
         """Have the ranks compare something that must be the same on all, and raise on all if it is not; what is not `due`, only
         in debug mode."""
+        return None
 
     def report(self, error: Exception, mesh: Mesh, where: str, alone: bool = False) -> None:
         """Report an error that perhaps this rank alone raises, so that ranks that wait for it raise as well; `alone`: surely
         this rank alone."""
+        return None
 
 
 # ── what every world checks alike ─────────────────────────────────────────────────────────────────────────────────────

@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from .processes import Processes
 from .simulated import Simulated
 from .transport import Transport
 from .watch.log import watching
-from .watch.watched import watched_transport
+from .watch.watched import Watched
 
 _transports: dict[str, Transport] = {"processes": Processes(), "simulated": Simulated()}
 #: The job that programs are traced for in this thread, where it is not there.
@@ -44,7 +45,8 @@ def transport(mesh: Mesh, operator: str = "") -> Transport:
     found = (_pretended.get() if mesh.world == "processes" else None) or _transports[mesh.world]
     if watch is None or tracing_context() is not None:  # tracing communicates nothing
         return found
-    return watched_transport(found, mesh.world, operator, watch)
+    session = watch.checks.session() if watch.checks is not None and mesh.world == "processes" else None
+    return cast(Transport, Watched(found, operator, session)) if watch.logs or session is not None else found
 
 
 @contextlib.contextmanager
@@ -114,9 +116,12 @@ def _init(
     if size > MOST_RANKS:
         raise MeshError(f"init_mesh({_axes_text(axes)}): a mesh has at most {MOST_RANKS:,} ranks, got {size:,}")
     chosen = tuple(range(size)) if ranks is None else integers(ranks, "init_mesh: ranks", 0)
-    world, there = _find_world(device, max((size, *(rank + 1 for rank in chosen))))
-    _check_fits(axes, chosen, there, world)
-    mesh = Mesh(tuple(axes), axes.values(), chosen, device or _default_device(world), world, None, slow, groups)
+    there, world = _simulated_ranks.get(), "simulated"
+    if not there and (there := join(device or "cpu")):
+        world = "processes"
+    _check_fits(axes, chosen, there or max((size, *(rank + 1 for rank in chosen))), world)
+    on_gpus = world == "processes" and "nccl" in dist.get_backend_config()
+    mesh = Mesh(tuple(axes), axes.values(), chosen, device or ("cuda" if on_gpus else "cpu"), world, None, slow, groups)
     transport(mesh).ready(mesh)
     _asked_for.add((world, tuple(mesh.axis_sizes.items())))
     return mesh
@@ -146,23 +151,14 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_na
     names = tuple(f"dim{i}" for i in range(len(shape)))
     if mesh_dim_names is not None:
         names = several(mesh_dim_names, "init_device_mesh: mesh_dim_names", "a name for each axis")
-    if len(names) != len(shape) or len(set(map(a_text, names, ["init_device_mesh: mesh_dim_names"] * len(names)))) != len(
-        names
-    ):
+    names = tuple(a_text(name, "init_device_mesh: mesh_dim_names") for name in names)
+    if len(names) != len(shape) or len(set(names)) != len(names):
         raise MeshError(
             f"init_device_mesh: each axis has one size (mesh_shape) and one name (mesh_dim_names), and these differ, got "
             f"{shape} and {names}"
         )
     device = a_device(device_type, "init_device_mesh: device_type")
     return _init(dict(zip(names, shape, strict=True)), device, None, (), "auto")
-
-
-def _find_world(device: str | None, needed: int) -> tuple[str, int]:
-    """The name of the world that a new mesh lives in, and its number of ranks."""
-    if _simulated_ranks.get():
-        return "simulated", _simulated_ranks.get()
-    there = join(device or "cpu")
-    return ("processes", there) if there else ("simulated", needed)
 
 
 def _check_fits(axes: dict[str, int], ranks: tuple[int, ...], there: int, world: str) -> None:
@@ -183,27 +179,12 @@ def _axes_text(axes: dict[str, int]) -> str:
 
 
 def join(device: str) -> int:
-    """The number of ranks of the job, which is joined if this process was started by torchrun and has not done so; 0 where
-    there is none."""
+    """The number of ranks of the job, which is joined here if torchrun started this process; 0 where there is none."""
     if not dist.is_initialized():
         if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             return 0
-        _join_job(device)
+        if device.startswith("cuda"):
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     return dist.get_world_size()
-
-
-def _join_job(device: str) -> None:
-    """Initialise torch.distributed as torchrun's environment says."""
-    if device.startswith("cuda"):
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    atexit.register(_leave_job)
-
-
-def _leave_job() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _default_device(world: str) -> str:
-    return "cuda" if world == "processes" and "nccl" in dist.get_backend_config() else "cpu"

@@ -12,14 +12,14 @@ from torch import Tensor
 from .._torch.compiler import Function, keep_alive
 from .._torch.tensors import collectives
 from ..base.argument_checks import a_tensor, integers, optional, refuse, several
-from ..comm import Bundle, PerRank, seen, transport
-from ..comm.interception import watched, watchers
+from ..comm import Bundle, PerRank, transport
+from ..comm.interception import watched
 from ..comm.tracing import current
 from ..comm.transport import Counts
 from ..errors import OperatorError
 from ..layouts.mesh import Mesh
 from ..propagation.fingerprint import LIBRARY
-from .patterns import local_of
+from .patterns import local_of, ready
 
 wait_tensor = collectives.wait_tensor.default
 
@@ -88,10 +88,6 @@ class _Counts(NamedTuple):
     going: Tensor | PerRank
     coming: Tensor | PerRank
 
-    def back(self) -> _Counts:
-        """The way back."""
-        return self._replace(going=self.coming, coming=self.going)
-
 
 def _known(table: Sequence[Sequence[int]], mesh: Mesh, axis: str) -> _Counts:
     at = [point[mesh.root.axes.index(axis)] for point in mesh.root.coordinates]
@@ -133,18 +129,17 @@ class _Swap(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _swap(grad, ctx.how.back()), None
+        how: _Counts = ctx.how
+        return _swap(grad, how._replace(going=how.coming, coming=how.going)), None
 
 
 def _run(x: Tensor, how: _Counts) -> Tensor:
-    world = transport(how.mesh, "p2p")
-    if world.traced(x):
-        current()  # torch is patched for a trace that communicates
-    if isinstance(how.going, Tensor) and world.traced(x):
-        return wait_tensor(torch.ops.shardwise.rows(x, how.going, how.coming, how.mesh.text, how.axis))
-    if watchers.now and not world.traced(x):
-        sent = tuple(given for given in (x, how.going, how.coming) if isinstance(given, Tensor))
-        return watched("p2p", (how.mesh, how.axis), sent, lambda: _now(x, how))
+    given = tuple(value for value in (x, how.going, how.coming) if isinstance(value, Tensor))
+    if not transport(how.mesh, "p2p").traced(x):
+        return watched("p2p", (how.mesh, how.axis), given, lambda: _now(x, how))
+    current()  # torch is patched for a trace that communicates
+    if isinstance(how.going, Tensor):
+        return wait_tensor(torch.ops.shardwise.rows(*given, how.mesh.text, how.axis))
     return _now(x, how)
 
 
@@ -153,7 +148,7 @@ def _now(x: Tensor, how: _Counts) -> Tensor:
     going, coming = _numbers(how.going), _numbers(how.coming)
     flat = world.each(_flat, how.mesh, x, going, how.axis)
     out = world.all_to_all(flat, _times(going, width), _times(coming, width), how.mesh, (how.axis,))
-    return world.each(_rows, how.mesh, out, tuple(x.shape[1:]), coming)
+    return world.each(lambda flat, counts: flat.view(sum(counts), *x.shape[1:]), how.mesh, out, coming)
 
 
 def _times(counts: Counts, width: int) -> Counts:
@@ -170,10 +165,6 @@ def _flat(x: Tensor, going: tuple[int, ...], axis: str) -> Tensor:
     return x.reshape(-1)
 
 
-def _rows(flat: Tensor, rest: tuple[int, ...], coming: tuple[int, ...]) -> Tensor:
-    return flat.view(sum(coming), *rest)
-
-
 # ── as operators of a traced program ──────────────────────────────────────────────────────────────────────────────────
 
 torch.library.define("shardwise::rows_known", "(Tensor x, SymInt[] table, str mesh, str axis, str library) -> Tensor")
@@ -183,19 +174,13 @@ torch.library.define(
 torch.library.define("shardwise::rows", "(Tensor x, Tensor going, Tensor coming, str mesh, str axis) -> Tensor")
 
 
-def _of(text: str) -> Mesh:
-    mesh = seen(Mesh.read(text))
-    transport(mesh).ready(mesh)
-    return mesh
-
-
 def _known_traced(x: Tensor, table: Sequence[int], mesh: str, axis: str, library: str) -> Tensor:
-    on, size = _of(mesh), math.isqrt(len(table))
+    on, size = ready(mesh), math.isqrt(len(table))
     return _swap(x, _known([table[i * size : (i + 1) * size] for i in range(size)], on, axis))
 
 
 def _counted_traced(x: Tensor, going: Tensor, coming: Tensor | None, mesh: str, axis: str, library: str) -> Tensor:
-    on = _of(mesh)
+    on = ready(mesh)
     return _swap(x, _Counts(on, axis, going, _counts_received(going, on, axis) if coming is None else coming))
 
 

@@ -7,6 +7,7 @@ the batch reversed. Where nothing is traced, a received tensor waits when it is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,7 @@ from ..comm.delivery import finish
 from ..comm.failures import guarded
 from ..comm.interception import watched, watchers
 from ..comm.messages import Batch, Shape, check_matched, check_shapes
-from ..comm.processes import varies
-from ..comm.tracing import current, mark_specific, refuse_unequal, steering
+from ..comm.tracing import current, mark_specific, refuse_unequal, steering, varies
 from ..errors import MeshError, OperatorError
 from ..layouts.mesh import Mesh
 from ..propagation.fingerprint import LIBRARY
@@ -96,8 +96,9 @@ def send(x: Tensor, to: int | Mapping[int, int] | Peer | None = None, **along: A
     >>> send(torch.ones(2), mesh=mesh, axis="pp", shift=1).to.route, send(torch.ones(2), to={0: 3}, mesh=mesh).to.route
     ('shift +1 wrap pp', 'ranks 0>3')
     """
-    local, along = _local(a_tensor(x, "p2p.send: x"), along)
-    return Send(local, _peer(to, "p2p.send: to", along))
+    if isinstance(x, DTensor):
+        along, x = {"mesh": x.mesh, **along}, x.to_local()
+    return Send(a_tensor(x, "p2p.send: x"), _peer(to, "p2p.send: to", along))
 
 
 def recv(
@@ -120,20 +121,10 @@ def recv(
     """
     sender = _peer(source, "p2p.recv: source", along)
     flag(requires_grad, "p2p.recv: requires_grad")
-    return Receive(_shape(shape), a_dtype(dtype, "p2p.recv: dtype"), sender, requires_grad)
-
-
-def _shape(shape: Any) -> Any:
     what = "p2p.recv: shape"
     given = several(shape, what, "the shape of a tensor, or a list of shapes, one for each rank of the mesh")
-    return [sizes(one, what) for one in given] if given and isinstance(given[0], Sequence) else sizes(given, what)
-
-
-def _local(x: Tensor, along: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """What a rank holds of a tensor, and the mesh that it need not name then."""
-    if isinstance(x, DTensor):
-        return x.to_local(), {"mesh": x.mesh, **along}
-    return x, along
+    each = [sizes(one, what) for one in given] if given and isinstance(given[0], Sequence) else sizes(given, what)
+    return Receive(each, a_dtype(dtype, "p2p.recv: dtype"), sender, requires_grad)
 
 
 def _peer(given: Any, what: str, along: dict[str, Any]) -> Peer:
@@ -172,15 +163,9 @@ def batch(ops: Iterable[Send | Receive]) -> tuple[Tensor, ...]:
     sends, receives = [op for op in ops if isinstance(op, Send)], [op for op in ops if isinstance(op, Receive)]
     if any([op.requires_grad for op in receives]) and not any([op.x.requires_grad for op in sends]):
         sends.append(Send(_ANCHOR, Peer(receives[0].source.mesh, _NOBODY)))
-    dims, sizes = _sizes([op.shape for op in receives])
-    fields = (
-        _mesh_of([op.to for op in sends] + [op.source for op in receives]),
-        [op.to.route for op in sends],
-        [op.source.route for op in receives],
-        [str(op.dtype) for op in receives],
-        dims,
-        sizes,
-    )
+    mesh = _mesh_of([op.to for op in sends] + [op.source for op in receives])
+    goals, sources = [op.to.route for op in sends], [op.source.route for op in receives]
+    fields = _fields(mesh, goals, sources, [op.dtype for op in receives], [op.shape for op in receives])
     sent = [op.x for op in sends]
     if torch.compiler.is_compiling():
         return tuple(torch.ops.shardwise.p2p(sent, *fields, LIBRARY.key()))[: len(receives)]
@@ -217,37 +202,28 @@ def _mesh_of(peers: Sequence[Peer]) -> str:
     return peers[0].mesh
 
 
-def _sizes(shapes: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """Shapes as one list of sizes, and the number of dims of each; below zero, less one, where each place has its own."""
-    dims, sizes = [], []
-    for shape in shapes:
-        if len(shape) and isinstance(shape[0], Sequence):
-            dims.append(-1 - len(shape[0]))
-            for one in shape:
-                sizes += list(one)
-        else:
-            dims.append(len(shape))
-            sizes += list(shape)
-    return dims, sizes
+# ── a batch as arguments of an operator ───────────────────────────────────────────────────────────────────────────────
 
 
-# ── a batch, read ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def _fields(mesh: str, goals: Any, sources: Any, dtypes: Any, shapes: Sequence[Any]) -> tuple[Any, ...]:
+    """A batch as arguments of the operators below, after the sent tensors: dtypes as text, since torch 2.11 makes numbers of a
+    list of them; shapes as the number of dims of each (-1 - n: n dims, and each place has its own) and the sizes of all."""
+    own = [len(shape) > 0 and isinstance(shape[0], Sequence) for shape in shapes]
+    each = [list(shape) if places else [shape] for places, shape in zip(own, shapes, strict=True)]
+    dims = [-1 - len(several[0]) if places else len(several[0]) for places, several in zip(own, each, strict=True)]
+    sizes = [size for several in each for shape in several for size in shape]
+    return mesh, list(goals), list(sources), [str(kind) for kind in dtypes], dims, sizes
 
 
 def _read(sent: Sequence[Tensor], fields: Sequence[Any]) -> Batch:
-    """A batch from the arguments of the operators below, after the sent tensors."""
+    """The batch that such arguments tell."""
     mesh, goals, sources, dtypes, dims, sizes = fields
     on = seen(Mesh.read(mesh)) if mesh else _whole_job(sent)
-    shapes: list[Shape] = []
-    rest = list(sizes)
+    shapes, rest = list[Shape](), iter(sizes)
     for count in dims:
-        places = 1 if count >= 0 else len(on.ranks)
-        each = [
-            tuple(rest[i * width : (i + 1) * width]) for width in [count if count >= 0 else -1 - count] for i in range(places)
-        ]
-        rest = rest[sum(map(len, each)) :]
+        width, places = (count, 1) if count >= 0 else (-1 - count, len(on.ranks))
+        each = [tuple(islice(rest, width)) for _ in range(places)]
         shapes.append(each[0] if count >= 0 else PerRank(each.__getitem__))
-    # As text, since torch 2.11 turns a list of dtypes into numbers.
     kinds = (getattr(torch, kind.removeprefix("torch.")) for kind in dtypes)
     return Batch(on, tuple(goals), tuple(sources), tuple(shapes), tuple(kinds))
 
@@ -321,11 +297,8 @@ def _zeros(messages: Batch, index: int) -> Tensor:
     """The gradient of a received tensor that nobody used."""
     on, kind = messages.mesh, messages.dtypes[index]
     shape = PerRank(lambda place: messages.shape(index, place))
-    return transport(on).each(_nothing, on, shape, kind, torch.device(on.device))
-
-
-def _nothing(shape: tuple[int, ...], kind: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=kind, device=device)
+    device = torch.device(on.device)
+    return transport(on).each(lambda size, device: torch.zeros(size, dtype=kind, device=device), on, shape, device)
 
 
 def run(sent: Sequence[Tensor], messages: Batch) -> list[Tensor]:
@@ -374,16 +347,9 @@ def _leave(sent: Sequence[Tensor], messages: Batch) -> list[Tensor]:
         mark_specific(messages.shapes)
     if messages.alone and steering.get().only_alike:
         refuse_unequal(messages.shapes)
-    dims, sizes = _sizes([messages.shape(index, place) for index in range(len(messages.shapes))])
-    words = (
-        messages.mesh.text,
-        list(messages.goals),
-        list(messages.sources),
-        [str(kind) for kind in messages.dtypes],
-        dims,
-        sizes,
-    )
-    return torch.ops.shardwise.messages(list(sent), *words)
+    shapes = [messages.shape(index, place) for index in range(len(messages.shapes))]
+    fields = _fields(messages.mesh.text, messages.goals, messages.sources, messages.dtypes, shapes)
+    return torch.ops.shardwise.messages(list(sent), *fields)
 
 
 def _begin(sent: list[Tensor], *fields: Any) -> list[Tensor]:
@@ -394,9 +360,9 @@ def _begin(sent: list[Tensor], *fields: Any) -> list[Tensor]:
 
 def _begin_fake(sent: list[Tensor], *fields: Any) -> list[Tensor]:
     batch = _read(sent, fields)
-    like = [(batch.shape(index, 0), kind) for index, kind in enumerate(batch.dtypes)]
-    made = [torch.empty(shape, dtype=kind, device=batch.mesh.device) for shape, kind in like]
-    return made or [torch.empty(0, device=batch.mesh.device)]
+    device = batch.mesh.device
+    made = [torch.empty(batch.shape(index, 0), dtype=kind, device=device) for index, kind in enumerate(batch.dtypes)]
+    return made or [torch.empty(0, device=device)]
 
 
 torch.library.impl("shardwise::p2p", "CompositeImplicitAutograd", _composed)

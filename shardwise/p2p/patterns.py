@@ -67,6 +67,13 @@ def local_of(x: Tensor, mesh: Mesh | Any | None, what: str) -> tuple[Tensor, Mes
     return x, on
 
 
+def ready(text: str) -> Mesh:
+    """The mesh that an operator of a traced program names, ready to communicate."""
+    mesh = seen(Mesh.read(text))
+    transport(mesh).ready(mesh)
+    return mesh
+
+
 # ── halos ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -185,9 +192,7 @@ torch.library.define(
 
 def _halo_traced(x: Tensor, *facts: Any) -> Tensor:
     how = _HaloRows(*facts[:-1])
-    mesh = seen(Mesh.read(how.mesh))
-    transport(mesh).ready(mesh)
-    return _halo(x, how._replace(mesh=mesh.text))
+    return _halo(x, how._replace(mesh=ready(how.mesh).text))
 
 
 torch.library.impl("shardwise::halo", "CompositeImplicitAutograd", _halo_traced)

@@ -7,16 +7,15 @@ sends and receives is found by looking once at every other rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 
-from torch import Tensor, dtype
+from torch import Tensor
 
 from ..comm import PerRank, Transport
 from ..layouts.layout import Layout, Run
 from ..layouts.mesh import Mesh
 from ..planning.step import Step, per_step
-from .shards import Chunk, Index, common, index_of, pack, shape_of
+from .shards import Index, common, index_of, pack, shape_of
 from .step_kernels import Exchange, exchange_of, filled
 
 
@@ -24,15 +23,11 @@ def transfer(x: Tensor, step: Step, world: Transport) -> Tensor:
     """The local value of `step.after`, from that of `step.before` on another mesh; nothing is partial on either."""
     ranks, held, how = _route(step)
     x = world.reseat(x, step.before.mesh, ranks, held)
-    flat = world.each(_packed, ranks, x, step.before.dtype, how.size, how.going)
+    flat = world.each(lambda x, *going: pack(x, *going).to(step.before.dtype), ranks, x, how.size, how.going)
     if step.bytes:
         flat = world.all_to_all(flat, how.send, how.receive, ranks, ranks.axes)
     out = world.each(filled, ranks, x, flat, how.shape, how.coming, how.own)
     return world.reseat(out, ranks, step.after.mesh, PerRank(step.after.local_shape))
-
-
-def _packed(x: Tensor, kind: dtype, size: int, chunks: Sequence[Chunk]) -> Tensor:
-    return pack(x, size, chunks).to(kind)
 
 
 @per_step

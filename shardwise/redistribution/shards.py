@@ -52,17 +52,11 @@ class Turn(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Turns(NamedTuple):
-    """A turn for every rank; `straight` where it leaves all elements in their order."""
-
-    straight: bool
-    turn: PerRank
-
-
 def turns(
     parts: Parts, axes: Sequence[str], layout: Layout, shape: Callable[[int], tuple[int, ...]], back: bool = False
-) -> Turns:
-    """Bring a local tensor made of `parts` to one shard after another, in the order of the group over `axes`; or `back`."""
+) -> tuple[bool, PerRank]:
+    """Bring a local tensor made of `parts` to one shard after another, in the order of the group over `axes`, or `back`:
+    whether all elements stay in their order, and the turn of every rank."""
     order = (*(parts.index(axis) for axis in axes), *(i for i, part in enumerate(parts) if not isinstance(part, str)))
     straight, lengths = order == tuple(range(len(order))), layout.mesh.axis_sizes
     if back:
@@ -72,7 +66,7 @@ def turns(
         sizes = [lengths[p] if isinstance(p, str) else p.sizes[layout.shard(p, place)] for p in parts]
         return Turn(tuple(sizes), order, shape(place))
 
-    return Turns(straight, PerRank(turn))
+    return straight, PerRank(turn)
 
 
 def split(x: Tensor, turn: Turn) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..comm.tracing import varies
 from ..layouts.dtypes import NEUTRAL, identity
 from ..layouts.layout import Layout, PerRank
 from ..planning.step import Step, per_step
@@ -142,9 +143,9 @@ def _swapping(step: Step) -> dict[str, LocalWork]:
     out, back = _together(given, step), _together(taken, step)
     if out is None or back is None:
         return {}
-    flat = turns(out, step.axes, before, lambda place: (math.prod(before.local_shape(place)),))
-    whole = turns(back, step.axes, before, after.local_shape, back=True)
-    return {"before": (split, flat.turn), "after": (join, whole.turn)}
+    _, flat = turns(out, step.axes, before, lambda place: (math.prod(before.local_shape(place)),))
+    _, whole = turns(back, step.axes, before, after.local_shape, back=True)
+    return {"before": (split, flat), "after": (join, whole)}
 
 
 @per_step
@@ -208,10 +209,8 @@ def filled(x: Tensor, received: Tensor, shape: Any, chunks: Sequence[Chunk], own
 
 
 def _pairing(step: Step, held: PerRank, wanted: PerRank) -> Callable[[int, int], bool]:
-    """Whether a rank gives its shard to another, in groups where each wants the whole shard of some rank.
-
-    Who has the shard already keeps it; those who want it get it from those who do not, each from another as far as they go.
-    """
+    """Whether a rank gives its shard to another, where each of a group wants the whole shard of some rank: who has it keeps it;
+    those who want it get it from those who do not, each from another as far as they go."""
 
     @cache
     def giver_of(group: tuple[int, ...]) -> dict[int, int]:
@@ -281,6 +280,4 @@ def local_work(step: Step) -> dict[str, LocalWork]:
 @per_step
 def varying(step: Step) -> frozenset[str]:
     """The parts of a step's local work in which ranks do different things."""
-    places = range(len(step.before.mesh.ranks))
-    values = [(part, value) for part, work in local_work(step).items() for value in work if isinstance(value, PerRank)]
-    return frozenset(part for part, value in values if any(value.at(place) != value.at(0) for place in places))
+    return frozenset(part for part, work in local_work(step).items() if varies(work, len(step.before.mesh.ranks)))

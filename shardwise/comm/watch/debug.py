@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,8 +20,6 @@ from .communication import Communication, Content, describe_tensor
 from .log import watching
 from .meeting import Intent, Session
 
-T = TypeVar("T")
-
 
 def current_session() -> Session | None:
     """The session of the block of `debug_mode` around, in a job; else None."""
@@ -30,26 +27,14 @@ def current_session() -> Session | None:
     return None if watch is None or watch.checks is None else watch.checks.session()
 
 
-def announce_batch(operator: str, send: Mapping[int, Sequence[Content]], receive: Mapping[int, Sequence[Content]]) -> None:
-    """Tell every rank that this one sends to or receives from, in one batch, what the messages are, in order.
-
-    The n-th batch that two ranks have in common must hold the same messages between them, each way. Lines may differ, since
-    a program that names ranks does different things on them.
-    """
-    session = current_session()
-    if session is None:
-        return
+def announce_batch(
+    session: Session, operator: str, send: Mapping[int, Sequence[Content]], receive: Mapping[int, Sequence[Content]]
+) -> None:
+    """Tell every rank that this one sends to or receives from, in one batch, what the messages are, in order. The n-th batch
+    that two ranks have in common holds the same messages between them. Lines may differ, as a program that names ranks does."""
     intent = Intent("batch", operator, "", "", *_lines(), _texts(send), _texts(receive))
     peers = sorted({*send, *receive} - {session.rank})
     session.agree(intent, [(session.rank, peer) for peer in peers] or [(session.rank,)], ("kind",))
-
-
-def finish(wait: Callable[[], T]) -> T:
-    """The result of a call that does nothing but wait for messages on their way; in a block of `debug_mode` it is abandoned,
-    and every rank raises, if some rank fails meanwhile: in a batch with several ranks one of these may have found, after the
-    others began, that it does not agree with another one."""
-    session = current_session()
-    return wait() if session is None else session.finish(wait)
 
 
 def compares(mesh: Mesh) -> bool:
@@ -79,10 +64,13 @@ def compared(session: Session, communication: Communication) -> Iterator[None]:
     )
     if communication.alone:
         if place is not None:
-            announce_batch(communication.operator, send, receive)
+            announce_batch(session, communication.operator, send, receive)
         yield
         return
-    intent = _intent(communication)._replace(send=_texts(send), receive=_texts(receive))
+    kind, detail, line = communication.kind, communication.detail, communication.line
+    lines = (line, "in a captured program") if line else _lines()
+    what = f"{kind}({detail})" if detail else kind, communication.operator, _group_text(communication.mesh, communication.axes)
+    intent = Intent(*what, communication.value(), *lines, _texts(send), _texts(receive))
     members = group_ranks(communication.mesh, communication.axes, session)
     if len(members) > 1:
         session.agree(intent, [members], session.fields)
@@ -93,8 +81,7 @@ def compared(session: Session, communication: Communication) -> Iterator[None]:
     except ShardwiseError:
         raise
     except RuntimeError as error:
-        why = session.failure()
-        if why:
+        if why := session.failure():
             raise MismatchError(why) from error
         error.add_note(f"in {intent}")
         raise
@@ -116,23 +103,14 @@ def group_ranks(mesh: Mesh, axes: tuple[str, ...], session: Session) -> tuple[in
 
 @contextlib.contextmanager
 def errors_of_ranks() -> Iterator[None]:
-    """Around what runs programs outside of Python: errors come out of it as texts, and that of ranks that disagree is raised as
-    such again."""
+    """Around programs that run outside of Python, whose errors are texts: ranks that disagree raise their own error again."""
     try:
         yield
     except RuntimeError as error:
         session = current_session()
-        why = "" if session is None else session.failure()
-        if why:
+        if session is not None and (why := session.failure()):
             raise MismatchError(why) from error
         raise
-
-
-def _intent(communication: Communication) -> Intent:
-    kind, detail, line = communication.kind, communication.detail, communication.line
-    lines = (line, "in a captured program") if line else _lines()
-    group = _group_text(communication.mesh, communication.axes)
-    return Intent(f"{kind}({detail})" if detail else kind, communication.operator, group, communication.value(), *lines)
 
 
 def _texts(messages: Mapping[int, Sequence[Content]]) -> dict[str, list[str]]:
@@ -154,8 +132,7 @@ def _group_text(mesh: Mesh, axes: tuple[str, ...]) -> str:
 
 
 def _warn_unbounded(session: Session, intent: Intent, tensors: Sequence[Tensor]) -> None:
-    """Warn, on this rank and once for a line, where summands are not finite: an operator may have been applied to each of them
-    that one device applies to their sum."""
+    """Warn once for a line where summands are not finite: operators may have run on each that one device runs on their sum."""
     if intent.line in session.warned or all(x.is_meta or bool(x.isfinite().all()) for x in tensors):
         return
     session.warned.add(intent.line)

@@ -18,6 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
@@ -117,10 +118,6 @@ class Standing(NamedTuple):
     came: dict[str, int]
     last: list[list[Any]]
 
-    def awaits(self, rank: int, other: Standing) -> bool:
-        """Whether another rank has not come yet to where this one came last."""
-        return any(rank in _members(name) and other.came.get(name, 0) < number for name, number in self.last)
-
 
 def _members(name: str) -> list[int]:
     """The ranks that come to a meeting, by its name."""
@@ -174,7 +171,8 @@ class Session:
                 raise MismatchError(self._blame(text))
 
     def finish(self, wait: Callable[[], T]) -> T:
-        """What a call gives that only waits, unless some rank fails meanwhile: then it is left behind, in a thread."""
+        """What a call gives that only waits for messages, unless some rank fails meanwhile: then it is left, in a thread.
+        Of the ranks of a batch one may find, after others began to wait, that it does not agree with another."""
         given: Future[T] = Future()
         threading.Thread(target=_fill, args=(given, wait), daemon=True, name="shardwise-waits").start()
         while True:
@@ -296,28 +294,22 @@ class Session:
         return "shows no life: its process has ended or hangs" if is_silent else ""
 
     def _ring(self, standing: Standing) -> dict[int, Intent]:
-        """Ranks that wait for each other in a ring, with what for; none if there are none.
-
-        They are looked at one after the other, so that some may have moved meanwhile: it is a ring if they stand there still.
-        """
+        """Ranks that wait for each other in a ring, with what for. They are looked at one after the other, and some may move
+        meanwhile: it is a ring if they stand there still."""
         seen, waits = {self.rank: standing}, dict[int, list[int]]()
         while len(waits) < len(seen):
             rank = next(rank for rank in seen if rank not in waits)
-            members = {member for name, _ in seen[rank].last for member in _members(name)}
-            found = {member: seen.get(member) or self._at(member) for member in members}
-            waits[rank] = [member for member, at in found.items() if at is not None and seen[rank].awaits(member, at)]
+            last = [(member, name, number) for name, number in seen[rank].last for member in _members(name)]
+            found = {member: seen.get(member) or self._at(member) for member, _, _ in last}
+            waits[rank] = [member for member, name, n in last if (at := found[member]) and at.came.get(name, 0) < n]
             seen.update({member: at for member, at in found.items() if at is not None and member in waits[rank]})
-        while free := [rank for rank, others in waits.items() if not set(others) & waits.keys()]:
-            for rank in free:  # it can go on, or waits for some that can
-                del waits[rank]
-        ring: list[int] = []
-        rank = next(iter(waits), -1)
-        while waits and rank not in ring:
-            ring.append(rank)
-            rank = next(other for other in waits[rank] if other in waits)
-        ring = ring[ring.index(rank) :] if ring else []
-        moved = any(other != self.rank and self._at(other) != seen[other] for other in ring)
-        return {} if moved else {other: seen[other].intent for other in sorted(ring)}
+        try:
+            TopologicalSorter(waits).prepare()
+        except CycleError as error:
+            ring = sorted(error.args[1][1:])  # the last is the first
+            moved = any(other != self.rank and self._at(other) != seen[other] for other in ring)
+            return {} if moved else {other: seen[other].intent for other in ring}
+        return {}
 
     # ── life and end ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,7 +20,7 @@ from ..aliases import expected, listening, through_transport
 from ..delivery import arrived
 from ..transport import Transport
 from .communication import COMMUNICATIONS, Communication, rows_for_each
-from .debug import compare_fact, compared, current_session, finish
+from .debug import compare_fact, compared, current_session
 from .log import Log, Watch, record, watching
 from .meeting import Checks, Session
 
@@ -100,12 +100,6 @@ def _overheard(
     return _around(what, current_session())
 
 
-def watched_transport(transport: Transport, world: str, operator: str, watch: Watch) -> Transport:
-    """A transport that tells logs and debug mode of every communication, on behalf of an operator."""
-    session = watch.checks.session() if watch.checks is not None and world == "processes" else None
-    return cast(Transport, Watched(transport, operator, session)) if watch.logs or session is not None else transport
-
-
 class Watched:
     """A transport around another one. What communicates is recorded and compared, then passed on; all else is the other's."""
 
@@ -128,7 +122,7 @@ class Watched:
             outs = verb(*args)
         if session is None or not what.alone or self._transport.place(what.mesh) < 0:
             return outs
-        return finish(lambda: [arrived(out) for out in outs])
+        return session.finish(lambda: [arrived(out) for out in outs])
 
     def agree(self, fact: str, mesh: Mesh, due: bool) -> None:
         """In debug mode, compare there; else as the other transport does."""

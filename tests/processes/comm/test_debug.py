@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.comm import transport
-from shardwise.comm.watch.debug import announce_batch, finish
+from shardwise.comm.watch.debug import announce_batch, current_session
 
 #: All ranks must have raised by then.
 SECONDS = 5.0
@@ -222,7 +222,7 @@ def announce_random(seed: int, wrong: bool) -> None:
         if goal == me and not (index == bad and seed % 2):
             receive[source].append(((*shape, 1) if index == bad else shape, torch.float32))
     if send or receive:
-        announce_batch("p2p", send, receive)
+        announce_batch(current_session(), "p2p", send, receive)
 
 
 def run_batches() -> tuple[list[str], list[list[tuple[str, str, float]]]]:
@@ -246,13 +246,13 @@ def chain(mesh: Any) -> None:
     me, tag, x = dist.get_rank(), 4711, torch.ones(2)
     message, other = [((2,), torch.float32)], [((3,), torch.float32)]
     if me == 0:
-        announce_batch("p2p", {}, {1: message})
-        finish(dist.group.WORLD.recv([x], 1, tag).wait)
+        announce_batch(current_session(), "p2p", {}, {1: message})
+        current_session().finish(dist.group.WORLD.recv([x], 1, tag).wait)
     elif me == 1:
-        announce_batch("p2p", {0: message, 2: message}, {})
+        announce_batch(current_session(), "p2p", {0: message, 2: message}, {})
     elif me == 2:
         time.sleep(0.5)
-        announce_batch("p2p", {}, {1: other})
+        announce_batch(current_session(), "p2p", {}, {1: other})
 
 
 def test_a_rank_that_has_begun_to_wait_is_told(pool: Any) -> None:

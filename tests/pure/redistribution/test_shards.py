@@ -157,9 +157,9 @@ def test_turns_go_there_and_back(shape: tuple[int, ...]) -> None:
         every = [part for i, d in enumerate(layout.dims) for part in (parts if i == dim else d)]
         places = MESH.peers(0, names)
         stacked = torch.stack([copy(x, torch.empty(layout.local_shape(p), dtype=x.dtype), _held(layout, p)) for p in places])
-        whole_again = join(stacked.flatten(), turns(every, names, layout, lambda place: shape, back=True).turn.at(0))
+        whole_again = join(stacked.flatten(), turns(every, names, layout, lambda place: shape, back=True)[1].at(0))
         assert torch.equal(whole_again, x) and whole_again.stride() == contiguous_stride(shape)
-        turn = turns(every, names, layout, lambda place, stacked=stacked: tuple(stacked.shape)).turn.at(0)
+        turn = turns(every, names, layout, lambda place, stacked=stacked: tuple(stacked.shape))[1].at(0)
         for y in (x, x.mT.contiguous().mT):
             assert torch.equal(split(y, turn), stacked)
 
