@@ -82,14 +82,14 @@ def _by_group(inputs: Patterns, outputs: Patterns, call: Call) -> Proposal | Non
 
 def _axes(call: Call, names: list[tuple[str, ...]]) -> dict[str, list[str]]:
     """The axes that shard the batch and those that shard heads, as the query has it now, else the key, else any tensor."""
-    found: dict[str, list[str]] = {"b": [], "h": []}
+    axes: dict[str, list[str]] = {"b": [], "h": []}
     first = (call["query"], call["key"])
     order = sorted(zip(call.tensors, names, strict=True), key=lambda item: item[0] not in first)
     for axis in call.tensors[0].mesh.axes:
         letters = [n[state] for t, n in order if isinstance(state := t.states.get(axis), int) and n[state] in "bgh"]
         if letters:
-            found["b" if letters[0] == "b" else "h"].append(axis)
-    return found
+            axes["b" if letters[0] == "b" else "h"].append(axis)
+    return axes
 
 
 def _sharded_by(layout: Layout, dim: int, axes: list[str]) -> Factor:

@@ -81,8 +81,8 @@ def _pad(go_on: Callable[..., Any], data: Tensor, counts: Tensor, batch_first: b
 
 # ── out= ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-#: Given any tensor subclass, they take another way, on which nothing is written.
 _RANK = aten.linalg_matrix_rank
+#: Given any tensor subclass, they take another way, on which nothing is written.
 LOSE_OUT = (aten.kron.out, _RANK.out, _RANK.atol_rtol_tensor_out, _RANK.atol_rtol_float_out, _RANK.out_tol_tensor)
 
 

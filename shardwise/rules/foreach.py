@@ -157,7 +157,7 @@ def _fused_after_moves(tools: Toolbox, op: Any, params: Sequence[Any], *args: An
 rule("_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_", function=_fused, zipped=True)
 
 
-def _unscale(tools: Toolbox, op: Any, grads: Sequence[Any], found: Tensor, inverse: Tensor) -> None:
+def _unscale(tools: Toolbox, op: Any, grads: Sequence[Any], found_inf: Tensor, inverse: Tensor) -> None:
     """Each rank scales its shards; what is not finite in any of them is found on every rank."""
     mesh = tools.layout(grads[0]).mesh
     whole = [tools.move(grad, tools.layout(grad).reduced()) for grad in grads]
@@ -165,7 +165,7 @@ def _unscale(tools: Toolbox, op: Any, grads: Sequence[Any], found: Tensor, inver
     factor = tools.replicated(inverse, mesh)
     local = tools.each(_unscaled, mesh, [tools.local(grad) for grad in whole], factor)
     layout = Layout.of(mesh, (), [(axis, "max") for axis in axes], torch.float32)
-    found.copy_(torch.maximum(found, tools.move(tools.wrap(local, layout), layout.reduced())))
+    found_inf.copy_(torch.maximum(found_inf, tools.move(tools.wrap(local, layout), layout.reduced())))
     for grad, one in zip(grads, whole, strict=True):
         if tools.layout(grad).partials:
             grad.copy_(one)
@@ -173,9 +173,9 @@ def _unscale(tools: Toolbox, op: Any, grads: Sequence[Any], found: Tensor, inver
 
 def _unscaled(grads: list[Tensor], inverse: Tensor) -> Tensor:
     """Scales in place; 1 where a gradient had a value that is not finite, else 0."""
-    found = torch.zeros((), device=inverse.device)
-    aten._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
-    return found
+    found_inf = torch.zeros((), device=inverse.device)
+    aten._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)
+    return found_inf
 
 
 rule("_amp_foreach_non_finite_check_and_unscale_", program=_unscale, zipped=True)

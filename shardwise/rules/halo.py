@@ -133,7 +133,7 @@ def halo(dim: int, held: Factor, sizes: tuple[int, ...], windows: Windows) -> Ha
         stretches.append(Stretch(rows, _counted_from(shard[0], both), _counted_from(first, both).first))
     shifts = [*range(1 - len(shards), 0), *range(1, len(shards))]
     runs = [(first, first + stretch.rows) for first, stretch in zip(firsts, stretches, strict=True)]
-    messages = [found for shift in shifts if (found := _message(shift, shards, needs, runs))]
+    messages = [message for shift in shifts if (message := _message(shift, shards, needs, runs))]
     lacking = _lacking(held, sizes, windows)[0]
     return Halo(dim, held, tuple(stretches), tuple(firsts), tuple(messages), lacking, runs != needs, runs == shards)
 

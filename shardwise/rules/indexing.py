@@ -59,13 +59,13 @@ class _ShardedDims:
 
     def local(self, x: Tensor, indices: Sequence[Any], numbers: Sequence[Tensor], spare: bool) -> tuple[list[Any], Any]:
         """The indices as positions on this rank, and which elements are all on it (None: all)."""
-        found, mine, rest = list(indices), None, iter(numbers)
+        positions, mine, rest = list(indices), None, iter(numbers)
         for dim, shard in self.shards.items():
             index = torch.where(indices[dim] < 0, indices[dim] + shard.size, indices[dim])
             own = list(islice(rest, len(shard.numbers)))
-            found[dim], here = shard.local(index, own, elsewhere=x.shape[dim] if spare else 0)
+            positions[dim], here = shard.local(index, own, elsewhere=x.shape[dim] if spare else 0)
             mine = here if mine is None else mine & here
-        return found, mine
+        return positions, mine
 
     @contextmanager
     def naming(self, indices: Sequence[Any]) -> Iterator[None]:
@@ -87,8 +87,8 @@ def _read(indexed: Sequence[int], behind: int, call: Call, wants: Sequence[Layou
         for dim in sharding.shards:
             x = at_least_one(x, dim)
         with sharding.naming(indices):
-            found = op(x, positions)
-        return keep(found, mine[(..., *[None] * behind)])
+            values = op(x, positions)
+        return keep(values, mine[(..., *[None] * behind)])
 
     return kernel, *sharding.numbers
 
@@ -179,17 +179,17 @@ def _on_all(tools: Toolbox, op: Any, mesh: Mesh, *tensors: Any) -> Any:
 
 def _nonzero(tools: Toolbox, op: Any, x: Any) -> Any:
     mesh = tools.mesh(x)
-    found, (x,) = _selected(tools, mesh, x)
-    start = tools.offset(tools.layout(x), 0) if found.axes else None
+    elements, (x,) = _selected(tools, mesh, x)
+    start = tools.offset(tools.layout(x), 0) if elements.axes else None
     local = tools.each(_numbered, mesh, x, start)
-    return tools.wrap(local, Layout.of(mesh, [(found,), (whole(x.ndim),)], (), torch.int64))
+    return tools.wrap(local, Layout.of(mesh, [(elements,), (whole(x.ndim),)], (), torch.int64))
 
 
 def _numbered(x: Tensor, start: Tensor | None) -> Tensor:
-    found = torch.nonzero(x).contiguous()
+    index = torch.nonzero(x).contiguous()
     if start is not None:
-        found[:, 0] += start
-    return found
+        index[:, 0] += start
+    return index
 
 
 def _masked_select(tools: Toolbox, op: Any, x: Any, mask: Any) -> Any:
@@ -201,9 +201,9 @@ def _masked_select(tools: Toolbox, op: Any, x: Any, mask: Any) -> Any:
 
 def _select(tools: Toolbox, op: Any, x: Any, indices: Sequence[Any]) -> Any:
     mesh = tools.mesh(x, *indices)
-    found, (mask, x) = _selected(tools, mesh, indices[0], x)
+    elements, (mask, x) = _selected(tools, mesh, indices[0], x)
     local = tools.each(lambda x, mask: op(x, [mask]), mesh, x, mask)
-    return tools.wrap(local, Layout.of(mesh, [(found,), *tools.layout(x).dims[mask.ndim :]], (), x.dtype))
+    return tools.wrap(local, Layout.of(mesh, [(elements,), *tools.layout(x).dims[mask.ndim :]], (), x.dtype))
 
 
 def _masked_scatter(tools: Toolbox, op: Any, x: Any, mask: Any, source: Any) -> Any:
@@ -211,17 +211,17 @@ def _masked_scatter(tools: Toolbox, op: Any, x: Any, mask: Any, source: Any) -> 
     mask, x = mask.expand(shape), x.expand(shape)
     if tracing_context() is not None:
         return _on_all(tools, op, mesh, x, mask, source)
-    found, (mask, x) = _selected(tools, mesh, mask, x)
-    if source.numel() < found.size:
-        raise RuntimeError(f"masked_scatter: the mask selects {found.size} elements, but source has only {source.numel()}")
-    line = _on(tools, mesh, source.reshape(-1)[: found.size])
-    line = tools.move(line, tools.layout(line).replace(dims=[(found,)], partials=()), tools.operator)
+    elements, (mask, x) = _selected(tools, mesh, mask, x)
+    if source.numel() < elements.size:
+        raise RuntimeError(f"masked_scatter: the mask selects {elements.size} elements, but source has only {source.numel()}")
+    line = _on(tools, mesh, source.reshape(-1)[: elements.size])
+    line = tools.move(line, tools.layout(line).replace(dims=[(elements,)], partials=()), tools.operator)
     return tools.wrap(tools.each(op, mesh, x, mask, line), tools.layout(x).replace(stride=None))
 
 
 def _masked_scatter_backward(tools: Toolbox, op: Any, grad: Any, mask: Any, sizes: list[int]) -> Any:
-    found = aten.masked_select(grad, mask)
-    return aten.cat([found, found.new_zeros(math.prod(sizes) - found.shape[0])]).reshape(sizes)
+    values = aten.masked_select(grad, mask)
+    return aten.cat([values, values.new_zeros(math.prod(sizes) - values.shape[0])]).reshape(sizes)
 
 
 rule("nonzero", program=_nonzero)
@@ -235,16 +235,16 @@ rule("masked_scatter_backward", program=_masked_scatter_backward)
 
 def _numbers(x: Any, indices: Sequence[Any]) -> list[Any]:
     """The indices with masks replaced by the numbers of their true elements."""
-    found: list[Any] = []
+    numbers: list[Any] = []
     for index in indices:
         if index is not None and index.dtype in MASKS:
-            masked = x.shape[len(found) : len(found) + index.ndim]
+            masked = x.shape[len(numbers) : len(numbers) + index.ndim]
             if index.shape != masked:
                 raise IndexError(f"a mask of shape {list(index.shape)} does not fit dims {list(masked)} of {list(x.shape)}")
-            found += aten.nonzero(index).unbind(1)
+            numbers += aten.nonzero(index).unbind(1)
         else:
-            found.append(index)
-    return found
+            numbers.append(index)
+    return numbers
 
 
 def _leads(x: Any, indices: Sequence[Any]) -> bool:
@@ -275,10 +275,10 @@ def _put_found(tools: Toolbox, x: Any, mask: Any, values: Any, put: Kernel) -> A
     mesh = tools.mesh(x, mask, values)
     if tracing_context() is not None:
         return _on_all(tools, put, mesh, x, mask, values)
-    found, (mask, x) = _selected(tools, mesh, mask, x)
+    elements, (mask, x) = _selected(tools, mesh, mask, x)
     layout = tools.layout(x)
-    values = _on(tools, mesh, values.expand(found.size, *x.shape[mask.ndim :]))
-    goal = tools.layout(values).replace(dims=[(found,), *layout.dims[mask.ndim :]], partials=())
+    values = _on(tools, mesh, values.expand(elements.size, *x.shape[mask.ndim :]))
+    goal = tools.layout(values).replace(dims=[(elements,), *layout.dims[mask.ndim :]], partials=())
     local = tools.each(put, mesh, x, mask, tools.move(values, goal, tools.operator))
     return tools.wrap(local, layout.replace(stride=None))
 

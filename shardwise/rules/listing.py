@@ -18,13 +18,13 @@ _FIELDS = {field.name: field for field in fields(Rule) if field.name not in ("in
 _BARE = Rule()
 
 
-def listing(pattern: str = "", width: int = WIDTH) -> str:
+def listing(pattern: str = "") -> str:
     """The rows whose operators match, each word of them explained; all rows, without explanations, where nothing is asked for.
 
     >>> listing("mm").splitlines()[2]
     '  sentence: m k, k n -> m n'
     """
-    return "\n".join(line for names, place, row in _rows(pattern) for line in _lines(names, place, row, bool(pattern), width))
+    return "\n".join(line for names, place, row in _rows(pattern) for line in _lines(names, place, row, bool(pattern)))
 
 
 def _rows(pattern: str) -> Iterator[tuple[list[str], str, Rule]]:
@@ -50,13 +50,13 @@ def _matches(name: str, pattern: str) -> bool:
     return any(fnmatch.fnmatch(n, p) for n in (name, rest, operator, f"{library}.{operator}") for p in several)
 
 
-def _lines(names: list[str], place: str, row: Rule, is_explained: bool, width: int) -> Iterator[str]:
-    yield from textwrap.wrap(" ".join(names), width, subsequent_indent="    ", break_on_hyphens=False)
+def _lines(names: list[str], place: str, row: Rule, is_explained: bool) -> Iterator[str]:
+    yield from textwrap.wrap(" ".join(names), WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     yield f"  {place}"
     for word, value in _words(row):
-        yield from textwrap.wrap(f"{word}: {value}", width, initial_indent="  ", subsequent_indent="      ")
+        yield from textwrap.wrap(f"{word}: {value}", WIDTH, initial_indent="  ", subsequent_indent="      ")
         if is_explained:
-            yield from textwrap.wrap(_explanations()[word], width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            yield from textwrap.wrap(_explanations()[word], WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
 def _words(row: Rule) -> Iterator[tuple[str, str]]:

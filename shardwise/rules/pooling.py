@@ -7,7 +7,7 @@ A partial maximum does not pass: the operators give indices with the values, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -70,9 +70,9 @@ def _largest(plane: Plane, run: Kernel, call: Call) -> Kernel:
     gaps = each_dim(call["dilation"], count) if any(one.outside for one in plane.halos) else [0] * count
 
     def local(values: list[Any], firsts: Sequence[Any], shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-        found, index = run(*values)
+        largest, index = run(*values)
         stretch = values[0].shape[plane.dims.start :]
-        return trimmed(found, shape), trimmed(_renumbered(index, stretch, firsts, plane.sizes, gaps), shape)
+        return trimmed(largest, shape), trimmed(_renumbered(index, stretch, firsts, plane.sizes, gaps), shape)
 
     return local
 
@@ -116,13 +116,13 @@ def _renumbered(
 
 
 def _averaged(plane: Plane, run: Kernel, call: Call) -> Kernel:
-    divisor = _divisor(plane, call)
-    return lambda values, starts, shape: trimmed(divisor(run(*values), starts), shape)
+    divided = partial(_divided, plane, bool(call["count_include_pad"]))
+    return lambda values, starts, shape: trimmed(divided(run(*values), starts), shape)
 
 
 def _averaged_back(plane: Plane, run: Kernel, call: Call) -> Kernel:
-    divisor = _divisor(plane, call)
-    return lambda values, starts, shape: run(divisor(one_at_least(values[0], plane), starts), *values[1:])
+    divided = partial(_divided, plane, bool(call["count_include_pad"]))
+    return lambda values, starts, shape: run(divided(one_at_least(values[0], plane), starts), *values[1:])
 
 
 def _is_plain(call: Call, plane: Plane) -> bool:
@@ -140,22 +140,16 @@ def _first_windows(call: Call, plane: Plane, layout: Layout) -> list[Number | in
     return [] if _is_plain(call, plane) else plane.numbers(layout, {d: each.starts for d, each in plane.shared.items()})
 
 
-def _divisor(plane: Plane, call: Call) -> Callable[[Tensor, Sequence[Any]], Tensor]:
-    """Divides windows by how many rows of the padded plane, or of the plane alone, each looks at."""
-    is_plain, padded = _is_plain(call, plane), bool(call["count_include_pad"])
-
-    def divided(out: Tensor, starts: Sequence[Any]) -> Tensor:
-        if is_plain:
-            return out
-        for d, start, along, size in zip(plane.dims, starts, plane.windows, plane.sizes, strict=True):
-            first = (torch.arange(out.shape[d], device=out.device) + start) * along.stride - along.pad
-            last = (first + along.span).clamp(max=size + along.pad)
-            count = (last - first if padded else last.clamp(max=size) - first.clamp(min=0)).clamp(min=1)
-            count = count.view([-1 if other == d else 1 for other in range(out.ndim)])
-            out = out / count if out.is_floating_point() else torch.div(out, count, rounding_mode="trunc")
-        return out
-
-    return divided
+def _divided(plane: Plane, padded: bool, out: Tensor, starts: Sequence[Any]) -> Tensor:
+    """Windows divided by how many rows of the padded plane, or of the plane alone, each looks at; as they are without `starts`,
+    where the operator divides all by the same number."""
+    for d, start, along, size in zip(plane.dims, starts, plane.windows, plane.sizes, strict=False):
+        first = (torch.arange(out.shape[d], device=out.device) + start) * along.stride - along.pad
+        last = (first + along.span).clamp(max=size + along.pad)
+        count = (last - first if padded else last.clamp(max=size) - first.clamp(min=0)).clamp(min=1)
+        count = count.view([-1 if other == d else 1 for other in range(out.ndim)])
+        out = out / count if out.is_floating_point() else torch.div(out, count, rounding_mode="trunc")
+    return out
 
 
 # ── gradients that read a shape ───────────────────────────────────────────────────────────────────────────────────────
@@ -175,8 +169,6 @@ def by_shape(call: Call) -> Proposal | None:
 
 #: For one, two and three spatial dims: the letters of a plane, and of what is made from it.
 _LETTERS = {"1": ("n c w", "n c q"), "2": ("n c h w", "n c p q"), "3": ("n c d h w", "n c e p q")}
-
-
 _BY_SHAPE = "sum max min product: the input is read for its shape alone; shard: only planes that are not padded along a dim"
 
 
@@ -209,8 +201,6 @@ planes("_adaptive_avg_pool#d_backward", "y, x -> x", linear=((0,),), function=by
 planes("adaptive_max_pool#d", "x -> y, y")
 planes("fractional_max_pool#d", "x, n c r -> y, y", unoffered="shard: the random numbers are sharded alike")
 planes("adaptive_max_pool#d_backward", "y, x, y -> x", linear=((0,),), function=by_shape)
-spatial(
-    "fractional_max_pool2d_backward", "n c p q, n c h w, n c p q -> n c h w", whole="h w p q", linear=((0,),), function=by_shape
-)
+planes("fractional_max_pool#d_backward", "y, x, y -> x", "2", linear=((0,),), function=by_shape)
 rule("fractional_max_pool3d_backward", program=_scatter_back)
 planes("max_unpool#d", "y, y -> x")  # not linear: of windows that overlap, any one writes

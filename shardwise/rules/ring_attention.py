@@ -120,7 +120,7 @@ class Ring(NamedTuple):
 
     @property
     def result(self) -> Layout:
-        """The layout of what is found."""
+        """The layout of the weighted values."""
         return Layout.of(self.query.mesh, (*self.query.dims[:-1], self.value.dims[-1]), (), self.query.dtype)
 
     @property
@@ -140,13 +140,11 @@ class Ring(NamedTuple):
         return exchange(pair, Batch(self.key.mesh.root, (goal, goal), (source, source), shapes, dtypes, lent=True))
 
     def sees(self, step: int, traced: bool) -> Any:
-        """Whether the queries of a rank attend to the block at a step: a fact of the rank, or a number where no rank is known
-        yet."""
+        """Whether the queries of a rank attend to the block at a step: its own fact, or a number where a program is traced."""
         if not self.way.is_causal or not step:
             return True
-        found = PerRank(lambda place: self.here(place, step) < self.here(place))
-        mesh = self.key.mesh
-        return transport(mesh).number(PerRank(lambda place: int(found.at(place))), mesh) if traced else found
+        mesh, seen = self.key.mesh, PerRank(lambda place: self.here(place, step) < self.here(place))
+        return transport(mesh).number(PerRank(lambda place: int(seen.at(place))), mesh) if traced else seen
 
     def at(self, step: int) -> Way:
         """How to attend at a step: blocks behind one's own are seen whole, or not at all."""
@@ -192,8 +190,8 @@ def _ring(given: Sequence[Layout], way: Way) -> Ring:
 
 def _forward(tools: Toolbox, op: Any, *given: Any) -> tuple[Tensor, Tensor]:
     ring, locals_ = _placed(tools, given[:3], Way(*given[3:]))
-    found = watched("ring_attention", ring, tuple(locals_), lambda: _find(ring, *locals_))
-    return tools.wrap(found[0], ring.result), tools.wrap(found[1], ring.logarithms)
+    both = watched("ring_attention", ring, tuple(locals_), lambda: _find(ring, *locals_))
+    return tools.wrap(both[0], ring.result), tools.wrap(both[1], ring.logarithms)
 
 
 def _placed(tools: Toolbox, given: Sequence[Tensor], way: Way) -> tuple[Ring, list[Tensor]]:
@@ -244,8 +242,8 @@ def _backward(tools: Toolbox, op: Any, grad: Tensor, *given: Any) -> tuple[Tenso
         local, have = local_on(tools.cls, x, want.mesh)
         locals_.append(move(local, have, want.replace(stride=have.stride), "ring_attention"))
     # The other way round: a compiler would take the same messages for those of the forward, and keep all blocks instead.
-    found = _gradients(ring._replace(turn=-1), *locals_)
-    return tuple(tools.wrap(x, layout.replace(stride=None)) for x, layout in zip(found, ring[:3], strict=True))
+    gradients = _gradients(ring._replace(turn=-1), *locals_)
+    return tuple(tools.wrap(x, layout.replace(stride=None)) for x, layout in zip(gradients, ring[:3], strict=True))
 
 
 def _gradients(  # noqa: PLR0913  as the operator
@@ -254,7 +252,7 @@ def _gradients(  # noqa: PLR0913  as the operator
     mesh, dtype = ring.key.mesh, query.dtype
     world = transport(mesh)
     traced = world.traced(query)
-    found: list[Tensor] = []
+    gradients: list[Tensor] = []
     held: Sequence[Tensor] = (key, value)
     following: Sequence[Tensor] = ()  # the gradients of the block at hand that come from the ranks before
     for step in range(ring.size):
@@ -262,15 +260,15 @@ def _gradients(  # noqa: PLR0913  as the operator
         how = (ring.at(step), ring.sees(step, traced))
         more = list(world.each(_changes, mesh, query, *held, (grad, out, lse), *how))
         if step:
-            found[0].add_(more.pop(0))
+            gradients[0].add_(more.pop(0))
             more = [wait(before).add_(x) for before, x in zip(following, more, strict=True)] if following else more
             following = ring.passed(more, step + 1)
         else:
-            found = more
+            gradients = more
         held = [wait(x) for x in coming]
-    for x, others in zip(found[1:], following, strict=False):
+    for x, others in zip(gradients[1:], following, strict=False):
         x.add_(wait(others))
-    return [world.each(_as, mesh, x, dtype) for x in found]
+    return [world.each(_as, mesh, x, dtype) for x in gradients]
 
 
 def _changes(
@@ -281,9 +279,9 @@ def _changes(
     if seen is False or not query.numel() or not key.numel():
         return tuple(x.new_zeros(x.shape, dtype=accumulated(x.dtype)) for x in given)
     grad, out, lse = known
-    found = attend_backward(grad, given, out, lse, way)
+    gradients = attend_backward(grad, given, out, lse, way)
     # What was not seen may have any score, and so any gradient, also one that is no number.
-    return tuple(torch.where(seen > 0, x, 0.0) for x in found) if isinstance(seen, Tensor) else found
+    return tuple(torch.where(seen > 0, x, 0.0) for x in gradients) if isinstance(seen, Tensor) else gradients
 
 
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:

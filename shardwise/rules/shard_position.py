@@ -124,8 +124,8 @@ def reading(layout: Layout, dim: int, at: int, op: Any) -> tuple[Any, ...] | Non
         index = given[at - 1]
         given[at - 1], mine = shard.local(index, numbers)
         with shard.naming(index):
-            found: Tensor = op(at_least_one(x, dim), *given, **kwargs)
-        return keep(found, mine[(..., *[None] * (found.ndim - dim - mine.ndim))])
+            rows: Tensor = op(at_least_one(x, dim), *given, **kwargs)
+        return keep(rows, mine[(..., *[None] * (rows.ndim - dim - mine.ndim))])
 
     return kernel, *shard.numbers
 

@@ -56,8 +56,7 @@ _KEEPS = {"sum": (0,), "product": (0, 1)}
 
 
 def _constant_pad(call: Call) -> Proposal:
-    """The first shard gets what comes before the tensor and the last what comes after it; what is taken off is taken off those
-    who have it."""
+    """The first shard grows at the beginning and the last at the end; what is taken off is taken off those who have it."""
     layout, pad, value = call["self"], call["pad"], call["value"]
     layout = layout.replace(partials=[(axis, kind) for axis, kind in layout.partials if value in _KEEPS.get(kind, (value,))])
     ends = {layout.ndim - 1 - i // 2: (pad[i], pad[i + 1]) for i in range(0, len(pad), 2)}

@@ -65,8 +65,8 @@ def _view_or_tell(view: Kernel, x: Tensor, *args: Any) -> Tensor:
 def _view_or_copy(x: Tensor, *args: Any) -> Tensor:
     try:
         return _view_or_tell(torch.Tensor.view, x, args[-1])
-    except LocalCopy as told:
-        return told.args[1]
+    except LocalCopy as copy:
+        return copy.args[1]
 
 
 def reshape(layout: Layout, shape: Sequence[int]) -> list[Dim]:

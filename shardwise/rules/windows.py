@@ -97,12 +97,12 @@ class StretchedCall:
     @cached_property
     def bytes(self) -> list[int]:
         """What the worst rank receives for each sharded dim; stretches along one dim travel along the next."""
-        layout, found = self.source, []
+        layout, amounts = self.source, []
         shape = {d: layout.held(d) for d in range(layout.ndim)}
         for one in self.plane.halos:
-            found.append(one.received * math.prod([n for d, n in shape.items() if d != one.dim]) * layout.dtype.itemsize)
+            amounts.append(one.received * math.prod([n for d, n in shape.items() if d != one.dim]) * layout.dtype.itemsize)
             shape[one.dim] = max(stretch.rows for stretch in one.stretches)
-        return found
+        return amounts
 
     @cached_property
     def gives_back(self) -> bool:
