@@ -97,21 +97,12 @@ def _now(x: Tensor, w: Tensor, offs: Tensor | None = None, bias: Any = None, out
 
 
 def _fake(x: Tensor, w: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    if (x.ndim, w.ndim) not in GROUPED:
-        raise ValueError(f"grouped_mm takes factors of two or three dims, and got {x.ndim} and {w.ndim}")
-    if (x.ndim, w.ndim) != (2, 2) and x.shape[-1] != w.shape[-2]:
-        raise ValueError(f"grouped_mm of {list(x.shape)} and {list(w.shape)}: the size that is summed over is not one")
+    _check(x, w, offs, out_dtype)
     return x.new_empty(shape(x, w, offs), dtype=out_dtype or x.dtype)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, offs = inputs[:3]
-    ctx.save_for_backward(x, w, *([] if offs is None else [offs]))
-
-
 def _gradients(context: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, w, *offs = context.saved_tensors
-    ends = offs[0] if offs else None
+    x, w, ends = context.saved_tensors
     left = grouped_mm(grad.to(x.dtype), w.transpose(-2, -1), offs=ends) if context.needs_input_grad[0] else None
     right = grouped_mm(x.transpose(-2, -1), grad.to(x.dtype), offs=ends) if context.needs_input_grad[1] else None
     return left, right, None, None, None
@@ -123,4 +114,6 @@ torch.library.define(
 )
 torch.library.impl("shardwise::grouped_mm", "CompositeExplicitAutograd", _now)
 torch.library.register_fake("shardwise::grouped_mm", _fake)
-torch.library.register_autograd("shardwise::grouped_mm", _gradients, setup_context=_keep)
+torch.library.register_autograd(
+    "shardwise::grouped_mm", _gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:3])
+)

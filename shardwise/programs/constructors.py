@@ -18,9 +18,10 @@ from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Replicate
 from ..layouts.text import as_read
+from ..random.bits import Draw
 from ..tensor.distribute import distribute
 from ..tensor.dtensor import from_shards
-from ..tensor.factories import Want, made_tensor
+from ..tensor.factories import made_tensor
 from ..tensor.placements_given import assumed_layout
 
 #: The names of these operators.
@@ -71,7 +72,7 @@ torch.library.define(
 
 def _new(shape: Any, mesh: str, placements: str, dtype: torch.dtype, *drawn: Any) -> Tensor:
     draw, numbers, _ = drawn
-    return made_tensor(shape, _mesh(mesh), as_read(placements), dtype, Want(draw, tuple(numbers)))
+    return made_tensor(shape, _mesh(mesh), as_read(placements), dtype, Draw(draw, tuple(numbers)))
 
 
 torch.library.impl("shardwise::new", "CompositeImplicitAutograd", _new)

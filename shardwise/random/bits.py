@@ -99,7 +99,7 @@ class Draw(NamedTuple):
     """A distribution and its numbers."""
 
     kind: str
-    numbers: tuple[float | int, ...] = ()
+    numbers: tuple[Any, ...] = ()
 
 
 class Recipe(NamedTuple):

@@ -172,13 +172,13 @@ class BoxSide(NamedTuple):
     times: int
     stride: int
 
-    def start(self, shard: int) -> int:
-        """Where the interval of a shard starts."""
-        return self.factor.starts[shard] * self.times
+    def start(self, layout: Layout, place: int) -> int:
+        """Where the interval of a place starts."""
+        return self.factor.starts[layout.shard(self.factor, place)] * self.times
 
-    def length(self, shard: int) -> int:
+    def length(self, layout: Layout, place: int) -> int:
         """How many indices it has."""
-        return self.factor.sizes[shard] * self.times
+        return self.factor.sizes[layout.shard(self.factor, place)] * self.times
 
 
 def sides(layout: Layout) -> list[BoxSide]:
@@ -206,8 +206,7 @@ def box(layout: Layout) -> PerRank:
     several = sides(layout)
 
     def spans(place: int) -> Spans:
-        held = [(side, layout.shard(side.factor, place)) for side in several]
-        return Spans(*zip(*((side.start(shard), side.length(shard), side.stride) for side, shard in held), strict=True))
+        return Spans(*zip(*((x.start(layout, place), x.length(layout, place), x.stride) for x in several), strict=True))
 
     return PerRank(spans)
 

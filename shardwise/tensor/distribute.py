@@ -20,7 +20,7 @@ from ..layouts.mesh import Mesh, chosen
 from ..layouts.text import written
 from ..propagation.fingerprint import LIBRARY
 from ..redistribution.run import move
-from .dtensor import DTensor, settled
+from .dtensor import DTensor, resolved
 from .placements_given import fitting, source_rank
 from .wrapping import wrap
 
@@ -67,7 +67,7 @@ def _distributed(tensor: Tensor, layout: Layout, source: int | None) -> DTensor:
     mesh = layout.mesh
     world = transport(mesh, "distribute_tensor")
     whole = world.replicate(tensor.detach(), mesh)
-    local = world.each(lambda x: settled(x).clone(memory_format=torch.contiguous_format), mesh, whole)
+    local = world.each(lambda x: resolved(x).clone(memory_format=torch.contiguous_format), mesh, whole)
     if source is not None:
         local = watched("distribute_tensor", ("broadcast", mesh), local, partial(world.broadcast, local, mesh, source))
     local = move(local, layout.replicated(), layout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -51,17 +51,12 @@ def _traced_spans(tools: Toolbox, layout: Layout) -> tuple[Any, ...]:
     """The same as `keys.box`, with numbers of the rank as values of the program."""
     starts, lengths, several = [], [], sides(layout)
     for side in several:
-        sizes = side.factor.sizes
-        even = min(sizes) == max(sizes)  # also where sizes are symbols
-        first = partial(layout.shard, side.factor) if even else partial(_at, side.start, layout, side.factor)
+        even, length = min(side.factor.sizes) == max(side.factor.sizes), side.length(layout, 0)  # also where sizes are symbols
+        first = partial(layout.shard, side.factor) if even else partial(side.start, layout)
         start = transport(layout.mesh).number(Number(first), layout.mesh)
-        starts.append(start * side.length(0) if even else start)
-        lengths.append(side.length(0) if even else PerRank(partial(_at, side.length, layout, side.factor)))
+        starts.append(start * length if even else start)
+        lengths.append(length if even else PerRank(partial(side.length, layout)))
     return tuple(starts), tuple(lengths), tuple(side.stride for side in several)
-
-
-def _at(fact: Callable[[int], int], layout: Layout, factor: Any, place: int) -> int:
-    return fact(layout.shard(factor, place))
 
 
 def seeded(tools: Toolbox, op: Any, *args: Any, **kwargs: Any) -> Any:

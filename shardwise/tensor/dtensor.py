@@ -93,8 +93,8 @@ class DTensor(torch.Tensor):
         """
         mesh = chosen(device_mesh)
         if torch.compiler.is_compiling():
-            told = (mesh.write(), written(placements), shape, stride, run_check, written(grad_placements), LIBRARY.key())
-            return torch.ops.shardwise.from_local(local_tensor, *told)
+            facts = (mesh.write(), written(placements), shape, stride, run_check, written(grad_placements), LIBRARY.key())
+            return torch.ops.shardwise.from_local(local_tensor, *facts)
         layout = local_layout(local_tensor, mesh, placements, run_check, shape, stride)
         if grad_placements is not None:
             grad_placements = make_layout(layout.shape, mesh, grad_placements, layout.dtype, layout.stride)
@@ -487,7 +487,7 @@ class _Redistribute(Function):
 class _FromLocal(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, grad_layout: Layout | None) -> DTensor:
-        mine = settled(local.detach())
+        mine = resolved(local.detach())
         ctx.layout, ctx.grad_layout = layout, grad_layout
         ctx.left_out = mine if transport(layout.mesh).place(layout.mesh) < 0 else None
         return from_shards(mine, layout)
@@ -546,11 +546,11 @@ def from_shards(local: Tensor, layout: Layout, grad_layout: Any = None) -> DTens
     """The DTensor of which each rank gives its shard."""
     if local.requires_grad and torch.is_grad_enabled():
         return _FromLocal.apply(local, layout, grad_layout)
-    own = transport(layout.mesh).own(settled(local), layout.mesh, PerRank(layout.local_shape))
+    own = transport(layout.mesh).own(resolved(local), layout.mesh, PerRank(layout.local_shape))
     return wrap(DTensor, own, layout)
 
 
-def settled(x: Tensor) -> Tensor:
+def resolved(x: Tensor) -> Tensor:
     """The tensor as it lies in memory: local operators do not see the marks of a lazy conjugate or negative."""
     if isinstance(x, AsyncTensor):
         x = x.trigger_wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import SymFloat, SymInt, Tensor
@@ -25,13 +25,6 @@ from .toolbox import Toolbox
 from .wrapping import wrap
 
 
-class Want(NamedTuple):
-    """What a new tensor is filled with: random numbers of a kind, else one number, else (there is none) what lies in memory."""
-
-    draw: str = ""
-    numbers: tuple[Any, ...] = ()
-
-
 class Keywords(TypedDict, total=False):
     """What all functions here take beside sizes: torch's keywords, and `mesh`, which is short for `device_mesh`."""
 
@@ -45,7 +38,7 @@ class Keywords(TypedDict, total=False):
 
 def _new(  # noqa: PLR0913  torch's keywords
     size: Any,
-    want: Want,
+    want: Draw,
     *,
     mesh: Mesh | Any = None,
     placements: Placements | None = None,
@@ -63,21 +56,21 @@ def _new(  # noqa: PLR0913  torch's keywords
         raise MeshError("give one of mesh= and device_mesh=, which are the same")
     on, dtype = chosen(device_mesh if mesh is None else mesh), dtype or torch.get_default_dtype()
     if torch.compiler.is_compiling():
-        facts = (on.write(), written(placements), dtype, want.draw, want.numbers, LIBRARY.key())
+        facts = (on.write(), written(placements), dtype, *want, LIBRARY.key())
         made: DTensor = torch.ops.shardwise.new(shape, *facts)
     else:
         made = made_tensor(shape, on, placements, dtype, want)
     return made.requires_grad_(requires_grad)
 
 
-def made_tensor(shape: Sequence[int], mesh: Mesh, placements: Any, dtype: torch.dtype, want: Want) -> DTensor:
-    """A new tensor."""
+def made_tensor(shape: Sequence[int], mesh: Mesh, placements: Any, dtype: torch.dtype, want: Draw) -> DTensor:
+    """A new tensor: random numbers of a kind, or "constant", or (what lies in) "memory"."""
     layout = make_layout(shape, mesh, {} if placements is None else placements, dtype).reduced()
     tools = Toolbox(DTensor)
-    if want.draw == "permutation":
+    if want.kind == "permutation":
         return _permutation(tools, layout.replace(dtype=torch.int64)).to(dtype)
-    if want.draw:
-        return draw(tools, layout, Draw(*want))
+    if want.kind not in ("constant", "memory"):
+        return draw(tools, layout, want)
     local = transport(mesh).each(_fill, mesh, PerRank(layout.local_shape), want.numbers, dtype, layout.device)
     return wrap(DTensor, local, layout)
 
@@ -101,7 +94,7 @@ def zeros(*size: Any, **words: Unpack[Keywords]) -> DTensor:
     >>> zeros(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _new(size, Want(numbers=(0,)), **words)
+    return _new(size, Draw("constant", (0,)), **words)
 
 
 def ones(*size: Any, **words: Unpack[Keywords]) -> DTensor:
@@ -111,7 +104,7 @@ def ones(*size: Any, **words: Unpack[Keywords]) -> DTensor:
     >>> ones(6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(0)}).sum().item()
     6.0
     """
-    return _new(size, Want(numbers=(1,)), **words)
+    return _new(size, Draw("constant", (1,)), **words)
 
 
 def full(size: Any, fill_value: Any, **words: Unpack[Keywords]) -> DTensor:
@@ -125,7 +118,7 @@ def full(size: Any, fill_value: Any, **words: Unpack[Keywords]) -> DTensor:
         refuse("full: fill_value", "a number", fill_value)
     if words.get("dtype") is None:
         words["dtype"] = torch.tensor(fill_value).dtype
-    return _new((size,), Want(numbers=(fill_value,)), **words)
+    return _new((size,), Draw("constant", (fill_value,)), **words)
 
 
 def empty(*size: Any, **words: Unpack[Keywords]) -> DTensor:
@@ -135,7 +128,7 @@ def empty(*size: Any, **words: Unpack[Keywords]) -> DTensor:
     >>> empty(4, mesh=sw.init_mesh(tp=2), dtype=torch.int64)
     DTensor(i64[4], mesh=(tp=2))
     """
-    return _new(size, Want(), **words)
+    return _new(size, Draw("memory"), **words)
 
 
 def rand(*size: Any, **words: Unpack[Keywords]) -> DTensor:
@@ -145,7 +138,7 @@ def rand(*size: Any, **words: Unpack[Keywords]) -> DTensor:
     >>> rand(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _new(size, Want(*UNIFORM), **words)
+    return _new(size, UNIFORM, **words)
 
 
 def randn(*size: Any, **words: Unpack[Keywords]) -> DTensor:
@@ -155,7 +148,7 @@ def randn(*size: Any, **words: Unpack[Keywords]) -> DTensor:
     >>> randn(4, 6, mesh=sw.init_mesh(tp=2), placements={"tp": sw.Shard(1)})
     DTensor(f32[4, 6@tp], mesh=(tp=2))
     """
-    return _new(size, Want(*NORMAL), **words)
+    return _new(size, NORMAL, **words)
 
 
 def randint(low: int, high: int, size: Any, **words: Unpack[Keywords]) -> DTensor:
@@ -169,7 +162,7 @@ def randint(low: int, high: int, size: Any, **words: Unpack[Keywords]) -> DTenso
         integer(bound, f"randint: {name}", -(2**63), 2**63)
     if words.get("dtype") is None:
         words["dtype"] = torch.int64
-    return _new((size,), Want("integer", (low, high - 1)), **words)
+    return _new((size,), Draw("integer", (low, high - 1)), **words)
 
 
 def randperm(n: int, **words: Unpack[Keywords]) -> DTensor:
@@ -186,7 +179,7 @@ def randperm(n: int, **words: Unpack[Keywords]) -> DTensor:
         raise OperatorError(
             f"randperm of {n} integers of {dtype}: n is from 0 to {most + 1}, so that the dtype holds every one"
         )
-    return _new(((n,),), Want("permutation"), **words)
+    return _new(((n,),), Draw("permutation"), **words)
 
 
 for _function in (zeros, ones, full, empty, rand, randn, randint, randperm):  # `help` shows their keywords one by one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -31,8 +31,10 @@ def deferred_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
     [8.0, 8.0]
     """
     several: list[Any] = [x for x in leaves if x.requires_grad]
-    before, hooks = [x.grad for x in several], [_replace_hook(x) for x in several]
+    before, hooks = [x.grad for x in several], []
     for x in several:
+        x._aligned.remove()
+        hooks.append(x.register_hook(partial(_unless_larger, layout=x.layout.reduced())))
         x.grad = None
     try:
         yield
@@ -41,24 +43,13 @@ def deferred_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
             x.grad = old
         raise
     finally:
-        for restore in hooks:
-            restore()
+        for x, hook in zip(several, hooks, strict=True):
+            hook.remove()
+            del x._aligned
+            x._align()
     for x, old in zip(several, before, strict=True):
         new = None if x.grad is None else align_grad(x.grad, x.layout.reduced())
         x.grad = new if old is None else old if new is None else old + new
-
-
-def _replace_hook(leaf: Any) -> Callable[[], None]:
-    """Let gradients of a leaf come as they are; gives a function that undoes this."""
-    leaf._aligned.remove()
-    hook = leaf.register_hook(partial(_unless_larger, layout=leaf.layout.reduced()))
-
-    def restore() -> None:
-        hook.remove()
-        del leaf._aligned
-        leaf._align()
-
-    return restore
 
 
 @untraced

@@ -45,10 +45,10 @@ def maker(cls: Any, layout: Layout) -> Any:
 
 
 def _wrap_symbolic(cls: Any, local: Tensor, layout: Layout) -> Any:
-    """The same for symbolic sizes: they are told by those of the local value, so that a tracer knows them."""
+    """The same for symbolic sizes: they are made of those of the local value, so that a tracer knows them."""
     form = form_of(layout)
     held = [n * form.parts(dim) if form.parts(dim) > 1 else n for dim, n in enumerate(local.shape)]
-    shape = [told if isinstance(size, SymInt) else size for size, told in zip(layout.shape, held, strict=True)]
+    shape = [made if isinstance(size, SymInt) else size for size, made in zip(layout.shape, held, strict=True)]
     stride = [rebuilt(step, (*shape, *local.shape, *contiguous_stride(shape))) for step in layout.stride]
     with unseen():
         shape, stride = [known(n) for n in shape], [known(n) for n in stride]
