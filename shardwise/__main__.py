@@ -11,8 +11,7 @@ import torch
 
 from .rules.listing import listing
 from .verify.coverage import write
-from .verify.operators import Sweep, names, sweep_operators
-from .verify.rules import check_rules
+from .verify.sweeps import Sweep, check_rules, names, sweep_operators
 
 
 def main(arguments: list[str] | None = None) -> int:

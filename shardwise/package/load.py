@@ -148,15 +148,11 @@ def _check(slot: Slot | Fixed, what: str, value: Any, whole_will_do: bool = Fals
         if type(value) is not type(slot.value) or value != slot.value:
             raise OperatorError(f"{what} is {slot.value!r} in this package, given is {value!r}; export it with that value")
         return
-    layout = slot.layout
+    layout, held = slot.layout, (slot.shape, slot.dtype, slot.device)
     if isinstance(value, DTensor):
         fits = layout is not None and _is_reordered(value._layout, layout)
     elif layout is None:
-        fits = isinstance(value, Tensor) and (value.shape, value.dtype, value.device.type) == (
-            slot.shape,
-            slot.dtype,
-            slot.device,
-        )
+        fits = isinstance(value, Tensor) and (value.shape, value.dtype, value.device.type) == held
     else:
         fits = whole_will_do and isinstance(value, Tensor) and (value.shape, value.dtype) == (layout.shape, slot.dtype)
     if not fits:

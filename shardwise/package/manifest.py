@@ -133,7 +133,11 @@ def read(path: Path) -> Manifest:
     except Exception as error:  # whatever reading an archive that somebody wrote may raise
         raise CompileError(f"{source} is cut short or damaged: {error}; copy or export it again") from None
     try:
-        facts = _read_facts(entries)
+        _keys(entries, Manifest._fields, "the manifest")
+        facts = entries["facts"]
+        _keys(facts, tuple(_FACTS), "what it is for")
+        for name, kind in _FACTS.items():
+            _require(type(facts[name]) is kind, f"{name} is {facts[name]!r}, and is a {kind.__name__}")
         check_versions(facts, versions(), source, "export the model again")
         mesh = _read_mesh(facts)
         if mesh.device != "cpu" and not torch.get_device_module(torch.device(mesh.device)).is_available():
@@ -200,15 +204,6 @@ def _number(value: Any, end: float, what: str) -> int:
     return value
 
 
-def _read_facts(entries: Any) -> dict[str, Any]:
-    _keys(entries, Manifest._fields, "the manifest")
-    facts = entries["facts"]
-    _keys(facts, tuple(_FACTS), "what it is for")
-    for name, kind in _FACTS.items():
-        _require(type(facts[name]) is kind, f"{name} is {facts[name]!r}, and is a {kind.__name__}")
-    return facts
-
-
 def _read_mesh(facts: dict[str, Any]) -> Mesh:
     """The mesh that a package is for; its ranks are counted before they are listed."""
     text, ranks = facts["mesh"], _number(facts["ranks"], _MOST_RANKS + 1, "the number of ranks")
@@ -225,7 +220,7 @@ def _read_manifest(entries: dict[str, Any], mesh: Mesh) -> Manifest:
     parameters = tuple(_read_slot(value, mesh) for value in entries["parameters"])
     arguments = tuple(_read_value(value, mesh) for value in entries["arguments"])
     known = (*parameters, *arguments)
-    for slot in known:  # programs are compiled for inputs without gaps
+    for slot in known:
         _require(isinstance(slot, Fixed) or _is_dense(slot), f"{slot.name}: its stride has gaps")
     order = tuple(_number(place, len(known), "an input") for place in entries["order"])
     results = tuple(_read_result(at, value, mesh) for at, value in entries["results"])
@@ -292,7 +287,7 @@ def _read_slot(entries: Any, mesh: Mesh) -> Slot:
 
 
 def _is_dense(slot: Slot) -> bool:
-    """Whether the elements of a tensor fill its memory: in the order of its strides it is contiguous."""
+    """Whether the elements of a tensor fill its memory: programs are compiled for inputs without gaps."""
     order = sorted(range(len(slot.shape)), key=lambda dim: (slot.stride[dim], slot.shape[dim]), reverse=True)
     return torch.empty_strided(slot.shape, slot.stride, device="meta").permute(order).is_contiguous()
 

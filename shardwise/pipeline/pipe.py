@@ -98,9 +98,7 @@ class Pipeline(nn.Module):
     stage 1  .  F0 F1 F2 B0 B1 B2 .
     """
 
-    def __init__(
-        self, stages: Sequence[nn.Module], calls: list[Any], mesh: Mesh, schedule: Schedule, placements: Placements | None
-    ) -> None:
+    def __init__(self, stages: Sequence[nn.Module], calls: list[Any], mesh: Mesh, schedule: Schedule, placements: Any) -> None:
         super().__init__()
         self.mesh, self.schedule, self.placements = mesh, schedule, placements
         self.stages = nn.ModuleList(stages)
@@ -143,7 +141,11 @@ class Pipeline(nn.Module):
 
         with deferred_gradients(self.own_parameters()), torch.enable_grad():
             total = self._run(self.schedule, split.parts(first), finish, lambda results: torch.stack(results).sum(), loss)
-        self._fill_gradients()
+        # Parameters of other ranks' stages get gradients without data, so that the same program runs on every rank.
+        own = set(self.own_parameters())
+        for p in self.parameters():
+            if p.requires_grad and p.grad is None and p not in own:
+                p.grad = self._blanks[p] if p in self._blanks else self._blanks.setdefault(p, torch.zeros_like(p))
         return total.redistribute(self.mesh.root)
 
     def forward(self, *inputs: Any) -> Any:
@@ -186,13 +188,6 @@ class Pipeline(nn.Module):
         return time.time()
 
     # ── gradients ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _fill_gradients(self) -> None:
-        """Give parameters of other ranks' stages gradients without data, so that the same program runs on every rank."""
-        own = set(self.own_parameters())
-        for p in self.parameters():
-            if p.requires_grad and p.grad is None and p not in own:
-                p.grad = self._blanks[p] if p in self._blanks else self._blanks.setdefault(p, torch.zeros_like(p))
 
     def own_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of stages that this rank is in: an optimizer over these does no work on the shapes of others."""

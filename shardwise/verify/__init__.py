@@ -9,7 +9,6 @@ In the order of imports, which go down only:
     completeness  by brute force, the placements that a rule could offer and does not
     samples       torch's database of operators: names, sample inputs, in-place forms, and the calls they make
     pool          many small tasks in forked processes
-    operators     the sweep over torch's operators
-    rules         the check of every rule
+    sweeps        the check of every rule, and of each of torch's operators
     coverage      writes docs/coverage.md
 """

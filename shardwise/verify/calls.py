@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,14 @@ class Sample:
         args, kwargs = self.given([Name(name) for name in names])
         shown = [_code(value) for value in args] + [f"{name}={_code(value)}" for name, value in kwargs.items()]
         return f"torch.ops.{self.name}({', '.join(shown)})"
+
+
+def grouped(samples: Iterable[Sample], key: Callable[[Sample], Any]) -> list[list[Sample]]:
+    """The samples with one key together."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(repr(key(sample)), []).append(sample)
+    return list(groups.values())
 
 
 class Name(str):

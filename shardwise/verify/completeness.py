@@ -21,7 +21,7 @@ from ..layouts.from_placements import make_layout
 from ..layouts.mesh import Mesh
 from ..propagation.decide import State, decide, offers
 from ..propagation.notation import Rule
-from .calls import Sample
+from .calls import Sample, grouped
 from .soundness import bound_call, kinds_of, meshes, placement_of
 from .spread import close, local_shards, reduced, spread
 
@@ -47,8 +47,8 @@ def missing(samples: Sequence[Sample], rule: Rule) -> list[str]:
     telling = [sample for sample in samples if _tells(sample)]
     dtype = next((d for d in DTYPES if any(d is sample.tensors[0].dtype for sample in telling)), None)
     tried = [sample for sample in telling if sample.tensors[0].dtype is dtype]
-    by_dtype = _grouped(tried, lambda sample: [t.dtype for t in sample.tensors])
-    by_kind = _grouped(tried, lambda sample: sample.key(sizes=False))
+    by_dtype = grouped(tried, lambda sample: [t.dtype for t in sample.tensors])
+    by_kind = grouped(tried, lambda sample: sample.key(sizes=False))
     found = [
         f"{_shown(states)} -> {' or '.join(map(_shown, results))}"
         for several, options_of in [*((group, _partial_over) for group in by_dtype), *((group, _sharding) for group in by_kind)]
@@ -66,25 +66,16 @@ def _tells(sample: Sample) -> bool:
     results = [out for out in tree_leaves(sample.run()) if isinstance(out, Tensor)]
     floats = [t for t in sample.tensors if t.is_floating_point()] or sample.tensors
     several = all(n > 1 for t in sample.tensors for n in t.shape) and all(t.numel() > 4 and _varies(t) for t in floats)
-    return several and all(_varies(out) or _is_number(out) for out in results)
+    return several and all(_varies(out) for out in results)
 
 
 def _varies(x: Tensor) -> bool:
-    """Whether there are elements, and not all, or all but a few truth values, are the same."""
+    """Whether there are elements, and not all, or all but a few truth values, are the same; or one that is hardly right by
+    chance."""
+    if x.numel() == 1 and x.is_floating_point():
+        return bool(x.isfinite()) and x.item() not in (-1, 0, 1)
     values = Counter(map(str, x.reshape(-1).tolist()[:100]))
     return len(values) > 1 and (x.dtype is not torch.bool or min(values.values()) * 4 >= min(x.numel(), 100))
-
-
-def _is_number(out: Tensor) -> bool:
-    """Whether a result is one number that is hardly right by chance."""
-    return out.numel() == 1 and out.is_floating_point() and bool(out.isfinite()) and out.item() not in (-1, 0, 1)
-
-
-def _grouped(samples: Iterable[Sample], key: Callable[[Sample], Any]) -> Iterable[list[Sample]]:
-    groups: dict[str, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(repr(key(sample)), []).append(sample)
-    return groups.values()
 
 
 def _partial_over(sample: Sample) -> Iterable[States]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .operators import Sweep, Verdict, names, sweep_operators
+from .sweeps import Sweep, Verdict, names, sweep_operators
 
 SWEEPS = (Sweep((2,)), Sweep((2, 2)), Sweep((2,), inplace=True))
 
@@ -76,17 +76,15 @@ def _figures(results: Sequence[Sequence[Verdict]]) -> str:
     for sweep, verdicts in zip(SWEEPS, results, strict=True):
         tried = [v for v in verdicts if v.tried]
         counts = Counter(v.outcome for v in tried)
-        all_right = sum(v.counts.get("right", 0) for v in tried)
-        mesh = "(" + ", ".join(map(str, sweep.shape)) + (",)" if len(sweep.shape) == 1 else ")")
         cells = [
-            f"{mesh}, in place" if sweep.inplace else mesh,
+            f"{sweep.shape}{', in place' if sweep.inplace else ''}",
             len(tried),
             f"{counts['right']} ({counts['right'] / max(1, len(tried)):.1%})",
             counts["error"],
             counts["WRONG"],
             counts["hang"] + counts["abort"],
             f"{sum(sum(v.counts.values()) for v in tried):,}",
-            f"{all_right:,}",
+            f"{sum(v.counts.get('right', 0) for v in tried):,}",
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"

@@ -11,11 +11,12 @@ from ..base.argument_checks import a_function, a_text, choice, flag, instance, i
 from ..base.schema import schema_of
 from ..errors import OperatorError
 from ..layouts.placement import KINDS
-from ..propagation.table import TABLE, find
+from ..propagation.notation import Rule
+from ..propagation.table import TABLE
 from ..propagation.table import rule as add_row
 from ..tensor.dispatch import forget
 from .calls import Sample
-from .soundness import Counterexample, check
+from .soundness import Trial, check
 
 
 def rule(op: Any, sentence: str, *, samples: Sequence[tuple[Any, ...]], **words: Any) -> None:
@@ -44,7 +45,7 @@ def rule(op: Any, sentence: str, *, samples: Sequence[tuple[Any, ...]], **words:
     add_row(f"{overload._schema.name}.{overload._overloadname}", sentence, **words)
     forget()
     try:
-        _prove(facts.name, sentence, overload, samples)
+        _prove(facts.name, TABLE[f"{facts.name}.{overload._overloadname}"], overload, samples)
     except BaseException:
         TABLE.pop(f"{facts.name}.{overload._overloadname}")
         raise
@@ -103,14 +104,10 @@ def _check_operator(facts: Any, samples: Sequence[Any]) -> None:
         )
     for sample in samples:
         if not isinstance(sample, tuple):
-            raise OperatorError(
-                f"each of the samples of {facts.name} is a tuple of its arguments, got a {type(sample).__name__}"
-            )
+            raise OperatorError(f"each sample of {facts.name} is a tuple of its arguments, got a {type(sample).__name__}")
 
 
-def _prove(name: str, sentence: str, overload: Any, samples: Sequence[tuple[Any, ...]]) -> None:
-    row = find(overload)
-    assert row is not None  # it was added just before
+def _prove(name: str, row: Rule, overload: Any, samples: Sequence[tuple[Any, ...]]) -> None:
     for arguments in samples:
         try:
             _, found = check(Sample(overload, arguments, {}), row)
@@ -120,30 +117,27 @@ def _prove(name: str, sentence: str, overload: Any, samples: Sequence[tuple[Any,
                 f"torch.library.register_fake ({error})"
             ) from error
         if found:
-            raise OperatorError(_refusal(name, sentence, found[0]))
+            raise OperatorError(_refusal(name, row.text, found[0]))
 
 
-def _refusal(name: str, sentence: str, found: Counterexample) -> str:
-    shapes = ", ".join(str(list(tensor.shape)) for tensor in found.trial.sample.tensors)
-    placed = ", ".join(str(list(placement)) for placement in found.trial.placements)
-    meaning, remedy = _meaning_and_remedy(found)
+def _refusal(name: str, sentence: str, found: Trial) -> str:
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in found.sample.tensors)
+    placed = ", ".join(str(list(placement)) for placement in found.placements)
+    choice = next((c for c in found.choices or () if any(s is not None for s in c.wants)), None)
+    left = next((s for s in choice.results if isinstance(s, str)), None) if choice else None
+    if choice is None:
+        meaning = "with the moves that it needs"
+        remedy = "Check the sentence: one pattern for each tensor argument and result, in the order of the operator's schema."
+    elif (label := choice.label) is None:
+        meaning = f"where a partial {next(s for s in choice.wants if isinstance(s, str))} is said to pass"
+        remedy = "Leave these arguments out of linear= (the operator is not additive in them), or the kind out of passes=."
+    elif left is not None:
+        meaning = f"where {label!r} is sharded and the result is said to be Partial({left})"
+        remedy = f"Say what sharding {label!r} leaves, as lost='max', or that it cannot be sharded: whole={label!r}."
+    else:
+        meaning = f"where {label!r} is sharded"
+        remedy = f"If {label!r} cannot be sharded, say whole={label!r}; if shards need another function, give kernel=."
     return (
-        f"the rule {sentence!r} of {name} is refused: on tensors {shapes} with placements {placed} on {found.trial.mesh}, "
+        f"the rule {sentence!r} of {name} is refused: on tensors {shapes} with placements {placed} on {found.mesh}, "
         f"{meaning}, it {found.text}, which one device gives. {remedy}"
     )
-
-
-def _meaning_and_remedy(found: Counterexample) -> tuple[str, str]:
-    choice = next((c for c in found.trial.choices or () if any(s is not None for s in c.wants)), None)
-    if choice is None:
-        remedy = "one pattern for each tensor argument and each result, in the order of the operator's schema."
-        return "with the moves that it needs", f"Check the sentence: {remedy}"
-    if choice.label is None:
-        remedy = "Leave these arguments out of linear= (the operator is not additive in them), or the kind out of passes=."
-        return f"where a partial {next(s for s in choice.wants if isinstance(s, str))} is said to pass", remedy
-    label, left = choice.label, next((state for state in choice.results if isinstance(state, str)), None)
-    if left is not None:
-        remedy = f"Say what sharding {label!r} leaves, as lost='max', or that it cannot be sharded: whole={label!r}."
-        return f"where {label!r} is sharded and the result is said to be Partial({left})", remedy
-    remedy = f"If {label!r} cannot be sharded, say whole={label!r}; if shards need another function, give kernel=."
-    return f"where {label!r} is sharded", remedy

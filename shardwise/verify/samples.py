@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch.tensors import tree_leaves
 from ..propagation.table import find
-from .calls import Sample
+from .calls import Sample, grouped
 from .completeness import DTYPES
 
 try:
@@ -180,10 +180,9 @@ def tolerant(op: Any, dtype: torch.dtype, limit: int = RECORDED) -> list[Sample]
     return []
 
 
-def run(
-    case: Sample, tensors: Sequence[Any], differentiable: bool, cotangent: Callable[[Tensor], Tensor], inplace: bool = False
-) -> Any:
-    """The result of a call, with its gradients left in the tensors; a call in place writes to a copy of the first of these."""
+def run(case: Sample, tensors: Sequence[Any], differentiable: bool, cotangent: Any, inplace: bool = False) -> Any:
+    """The result of a call, with its gradients left in the tensors; `cotangent(out)` is that of an output. In place, the call
+    writes to a copy of the first tensor."""
     if not differentiable:
         with torch.no_grad():
             return case.run(tensors)
@@ -198,8 +197,5 @@ def run(
 
 def _few(several: list[Sample], kept: int) -> list[Sample]:
     """At most two of a kind, the smallest that are not trivial, and of all kinds a bounded number."""
-    by_kind: dict[Any, list[Sample]] = {}
-    for sample in sorted(several, key=lambda s: (s.size < 4, s.size)):
-        by_kind.setdefault(repr(sample.key(sizes=False)), []).append(sample)
-    rounds = [[group[i] for group in by_kind.values() if i < len(group)] for i in range(2)]
-    return [sample for one in rounds for sample in one][:kept]
+    groups = grouped(sorted(several, key=lambda s: (s.size < 4, s.size)), lambda s: s.key(sizes=False))
+    return [group[i] for i in range(2) for group in groups if i < len(group)][:kept]

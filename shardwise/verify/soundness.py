@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -41,13 +41,15 @@ def meshes() -> tuple[Mesh, ...]:
 
 @dataclass(frozen=True)
 class Trial:
-    """A sample with placements of its tensors on a mesh, and the candidate taken along each axis, if one is forced."""
+    """A sample with placements of its tensors on a mesh, and the candidate taken along each axis, if one is forced; `text` says
+    how a counterexample differs from one device."""
 
     sample: Sample
     mesh: Mesh
     placements: tuple[tuple[Placement, ...], ...]
     choices: tuple[Candidate, ...] | None = None
     turn: int = 0
+    text: str = ""
 
     def spread(self) -> list[DTensor]:
         """The tensors, distributed."""
@@ -61,42 +63,27 @@ class Trial:
         return op(*args, **kwargs)
 
     def __str__(self) -> str:
-        shown = ", ".join(f"{list(placement)}" for placement in self.placements)
-        return f"{self.sample.name} on {self.mesh} with {shown}" + (f" taking {self.choices}" if self.choices else "")
-
-
-@dataclass(frozen=True)
-class Counterexample:
-    """A trial that is not what one device gives, and how it differs."""
-
-    trial: Trial
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.trial}: {self.text}"
+        shown, taken = ", ".join(str(list(placement)) for placement in self.placements), f" taking {self.choices}"
+        return f"{self.sample.name} on {self.mesh} with {shown}{taken if self.choices else ''}: {self.text}"
 
     def program(self) -> str:
         """A short program that shows it."""
-        trial, sample = self.trial, self.trial.sample
-        names = [f"x{number}" for number in range(len(sample.tensors))]
-        axes = ", ".join(f"{axis}={size}" for axis, size in trial.mesh.axis_sizes.items())
+        sample, names = self.sample, [f"x{number}" for number in range(len(self.sample.tensors))]
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.axis_sizes.items())
         lines = ["import torch", "import shardwise as sw", "from math import inf, nan", "from shardwise import *", ""]
         lines += [f"mesh = sw.init_mesh({axes})"]
-        for name, tensor, placement, x in zip(names, sample.tensors, trial.placements, trial.spread(), strict=True):
+        for name, tensor, placement, x in zip(names, sample.tensors, self.placements, self.spread(), strict=True):
             shards = ", ".join(literal(shard) for shard in shards_of(x))
-            shape = f"shape={tuple(tensor.shape)}, run_check=False"
-            lines += [
-                f"{name} = {literal(tensor)}",
-                f"d{name} = DTensor.from_local(sw.Bundle([{shards}]), mesh, {list(placement)}, {shape})",
-            ]
+            given = f"mesh, {list(placement)}, shape={tuple(tensor.shape)}, run_check=False"
+            lines += [f"{name} = {literal(tensor)}", f"d{name} = DTensor.from_local(sw.Bundle([{shards}]), {given})"]
         lines += [f"print({sample.written(names)})  # one device"]
         call = sample.written([f"d{name}" for name in names])
-        if trial.choices is None:
+        if self.choices is None:
             lines += [f"print({call})"]
         else:
             lines.insert(4, "from shardwise.propagation.decide import Candidate\nfrom shardwise.verify.soundness import taking")
             target, _, rest = call.partition("(")
-            lines += [f"print(taking({list(trial.choices)}, {target}, {rest})"]
+            lines += [f"print(taking({list(self.choices)}, {target}, {rest})"]
         return "\n".join(lines)
 
 
@@ -197,7 +184,7 @@ def _pick(options: list[Placement], mesh: Mesh, chance: random.Random) -> tuple[
     return (first, *(chance.choice(rest) for _ in range(mesh.ndim - 1)))
 
 
-def check(sample: Sample, rule: Rule) -> tuple[int, list[Counterexample]]:
+def check(sample: Sample, rule: Rule) -> tuple[int, list[Trial]]:
     """How many trials of a sample there were, and those that are not what one device gives."""
     dense = [t.clone() for t in sample.tensors]
     with torch.no_grad():
@@ -214,5 +201,5 @@ def check(sample: Sample, rule: Rule) -> tuple[int, list[Counterexample]]:
         except Exception as error:
             text = f"raises {type(error).__name__}: {error}"
         if text is not None:
-            found.append(Counterexample(trial, text))
+            found.append(replace(trial, text=text))
     return len(every), found

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Partial
 from shardwise.verify.calls import Sample
-from shardwise.verify.operators import combinations
 from shardwise.verify.samples import chosen, is_random, operators, tolerant, uninitialised
 from shardwise.verify.spread import difference, spread
+from shardwise.verify.sweeps import combinations
 
 #: Elements up to which a call is tried.
 LARGEST = 100_000

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import shardwise as sw
 from shardwise import DTensor, Partial, Replicate, Shard
 from shardwise.verify import pool
-from shardwise.verify.operators import Sweep
 from shardwise.verify.samples import operators
+from shardwise.verify.spread import simulated_mesh
 from tests.helpers.invalid_values import Finding, check
 
 MESH = sw.init_mesh(tp=2)
@@ -170,12 +170,12 @@ SAMPLED = [
 
 def findings(name: str) -> list[Finding]:
     """What differs from one device for one operator, on two and on three ranks."""
-    return [finding for ranks in (2, 3) for finding in check(name, Sweep((ranks,)).mesh, 1, 3) if finding.kind != "right"]
+    return [finding for ranks in (2, 3) for finding in check(name, simulated_mesh((ranks,)), 1, 3) if finding.kind != "right"]
 
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_invalid_calls_of_an_operator(name: str) -> None:
-    differing = [finding for finding in check(name, Sweep((3,)).mesh, 1, 1) if finding.kind != "right"]
+    differing = [finding for finding in check(name, simulated_mesh((3,)), 1, 1) if finding.kind != "right"]
     assert differing == []
 
 

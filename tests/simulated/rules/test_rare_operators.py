@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import shardwise as sw
 from shardwise import DTensor, OperatorError, Partial, Replicate, Shard
-from shardwise.verify.operators import Sweep, check_operator
+from shardwise.verify.sweeps import Sweep, check_operator
 
 MESH = sw.init_mesh(tp=2)
 

@@ -22,11 +22,10 @@ from shardwise.verify import pool
 from shardwise.verify.calls import Sample
 from shardwise.verify.completeness import missing
 from shardwise.verify.coverage import SWEEPS, page
-from shardwise.verify.operators import Sweep, Verdict, check_operator
-from shardwise.verify.rules import check_rules
 from shardwise.verify.samples import operators
 from shardwise.verify.soundness import check
 from shardwise.verify.spread import reduced, split, spread
+from shardwise.verify.sweeps import Sweep, Verdict, check_operator, check_rules
 
 aten = torch.ops.aten
 COVERAGE = Path(__file__).parents[3] / "docs" / "coverage.md"

@@ -1,4 +1,6 @@
-"""Checks each of torch's operators on many placements: results, written arguments and gradients are those of one device."""
+"""What the command line checks: every rule, for soundness and completeness on samples of its operators, and every operator of
+torch's database, whose results, written arguments and gradients on many placements have to be those of one device.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ import math
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,36 +21,103 @@ from torch import Tensor
 from ..comm import trace_comm
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Partial, Placement, Replicate, Shard
+from ..propagation.table import TABLE, find, names_of
 from ..tensor.dtensor import DTensor
 from .calls import Sample
+from .completeness import missing
 from .pool import run_tasks
-from .samples import cases, chosen, is_random, operators, run, uninitialised
+from .samples import cases, chosen, is_random, operators, recorded, run, uninitialised
+from .soundness import check
 from .spread import difference, simulated_mesh, spread
 
+#: How many counterexamples of one operator are kept.
+SHOWN = 3
+#: Operators whose calls reach rules of every family in a few seconds, and how many samples of each of these are kept.
+QUICK, QUICK_SAMPLES = ("amax", "cumsum", "gather", "matmul", "nn.functional.cross_entropy", "roll"), 2
 #: How many samples of an operator are tried, and how many combinations of placements of each.
 SAMPLES, COMBINATIONS = 6, 14
 #: Gradients pass through more steps than values.
 GRADIENTS = 2e-3
 
-Combination = tuple[tuple[Placement, ...], ...]
+
+# ── rules ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class RuleVerdict:
+    """What became of one overload: how many trials there were, counterexamples with a program each, what is not offered."""
+
+    name: str
+    samples: int = 0
+    trials: int = 0
+    unsound: list[tuple[str, str]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    aside: str = ""
+
+    @property
+    def outcome(self) -> str:
+        """One word."""
+        return "UNSOUND" if self.unsound else "missing" if self.missing else "aside" if self.aside else "sound"
+
+    def __str__(self) -> str:
+        line = f"{self.outcome:<8} {self.name}: {self.samples} samples, {self.trials} trials"
+        return "; ".join([line, *([self.aside] if self.aside else []), *(f"not offered: {entry}" for entry in self.missing)])
+
+
+def check_rule(name: str, samples: Mapping[str, list[Sample]]) -> RuleVerdict:
+    """Check the rule of one overload on its samples."""
+    row, verdict = find(samples[name][0].op), RuleVerdict(name, len(samples[name]))
+    if row is None or "empty" in name:
+        return replace(verdict, aside="its results are not written")
+    if row.unoffered.startswith("all:"):
+        return replace(verdict, aside=f"refused{row.unoffered.removeprefix('all')}")
+    with warnings.catch_warnings(action="ignore"):
+        fixed = [sample for sample in samples[name] if is_random(sample) is False]
+        if not fixed:
+            return replace(verdict, aside="its results are random")
+        for sample in fixed:
+            count, found = check(sample, row)
+            verdict.trials += count
+            if len(verdict.unsound) < SHOWN:
+                verdict.unsound += [(str(one), one.program()) for one in found[:1]]
+        verdict.missing = missing(fixed, row)
+    return verdict
+
+
+def check_rules(chosen: Callable[[str], bool], workers: int, quick: bool = False, show: Any = print) -> list[RuleVerdict]:
+    """Check rules, and print a line for each, a program for each that is unsound, and a summary."""
+    every = operators()
+    samples = recorded([every[name] for name in QUICK], QUICK_SAMPLES, others=False) if quick else recorded(every.values())
+    names = [name for name in samples if chosen(name)]
+    verdicts = []
+    for done in run_tasks(partial(check_rule, samples=samples), names, workers):
+        verdict = done.result or RuleVerdict(done.task, unsound=[(done.failure, "")])
+        verdicts.append(verdict)
+        show(str(verdict))
+        for text, program in verdict.unsound:
+            show(f"\n{text}\n\n{program}\n")
+    counts = Counter(verdict.outcome for verdict in verdicts)
+    trials, entries = sum(v.trials for v in verdicts), sum(len(v.missing) for v in verdicts)
+    show(
+        f"{len(verdicts)} operators, {trials:,} trials: {counts['UNSOUND']} unsound, {entries} placements of "
+        f"{counts['missing']} operators not offered, {counts['aside']} aside"
+    )
+    if not quick and len(names) == len(samples):
+        used = {name for several in samples.values() for name in names_of(several[0].op)}
+        show(f"rows without a sample: {', '.join(sorted(set(TABLE) - used)) or 'none'}")
+    return verdicts
+
+
+# ── operators ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is swept: a mesh, a dtype (none: float32 where an operator has it), in-place forms or not.
-
-    >>> Sweep((2, 2)).mesh
-    Mesh(a=2, b=2)
-    """
+    """What is swept: the shape of a mesh, a dtype (none: float32 where an operator has it), in-place forms or not."""
 
     shape: tuple[int, ...] = (2,)
     dtype: torch.dtype | None = None
     inplace: bool = False
-
-    @property
-    def mesh(self) -> Mesh:
-        """The simulated mesh."""
-        return simulated_mesh(self.shape)
 
 
 @dataclass
@@ -117,7 +186,7 @@ def placements_of(tensor: Tensor, mesh: Mesh) -> list[tuple[Placement, ...]]:
     return list(itertools.product(options, repeat=mesh.ndim))
 
 
-def combinations(tensors: Sequence[Tensor], mesh: Mesh, limit: int, seed: int) -> list[Combination]:
+def combinations(tensors: Sequence[Tensor], mesh: Mesh, limit: int, seed: int) -> list[tuple[Any, ...]]:
     """Placements for all tensors together: every combination, or a fixed choice of `limit`."""
     every = [placements_of(tensor, mesh) for tensor in tensors]
     if math.prod(map(len, every)) <= limit:
@@ -127,7 +196,7 @@ def combinations(tensors: Sequence[Tensor], mesh: Mesh, limit: int, seed: int) -
 
 
 def _check_case(case: Sample, sweep: Sweep, seed: int) -> Iterator[tuple[str, str]]:
-    mesh = sweep.mesh
+    mesh = simulated_mesh(sweep.shape)
     dense: dict[bool, Outputs] = {}
     for number, placements in enumerate(combinations(case.tensors, mesh, COMBINATIONS, seed)):
         wanted = case.differentiable and (not sweep.inplace or number % 2 == 1)
@@ -200,9 +269,6 @@ def _gradient(got: Any, want: Tensor) -> str | None:
     if want.isnan().any() and isinstance(got, DTensor):
         got = got.full_tensor().masked_fill(want.isnan(), torch.nan)
     return difference(got, want, GRADIENTS)
-
-
-# ── on the command line ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def sweep_operators(names: Sequence[str], sweep: Sweep, workers: int, show: Callable[[str], Any] = print) -> list[Verdict]:
