@@ -1,9 +1,8 @@
-"""Attention of some queries to some keys with the logarithm of the sum that it divides by, forward and backward, by the kernel
-that the device has for the dtype.
+"""Attention of queries to a part of the keys, with its log-sum-exp, forward and backward, by the device's kernel for the dtype.
 
-What `attend` gives for parts of the keys, `joined` makes one of. `attend_backward` takes the result and the logarithm for all
-keys, and gives the part of the gradients that comes from the keys at hand. Reads and gives ordinary tensors of one rank; knows
-nothing of meshes.
+`joined` makes one result of those that `attend` gives for two parts of the keys. `attend_backward` takes the result and the
+log-sum-exp for all keys, and gives the part of the gradients that comes from the keys at hand. Reads and gives ordinary tensors
+of one rank; knows nothing of meshes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
-#: Kernels for CUDA take rows whose length is a multiple of this, and logarithms by as many; the quickest takes rows up to this.
+#: Kernels for CUDA take rows whose length is a multiple of this, and log-sum-exps by as many; the quickest, rows up to this.
 _ROW, _LOGARITHMS, _WIDEST = 8, 32, 256
 
 
@@ -39,8 +38,7 @@ class Way(NamedTuple):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, way: Way) -> tuple[Tensor, Tensor]:
-    """What queries find in keys, and the logarithm of the sum of the exponentials of their scores. Groups of query heads may
-    share a head of keys.
+    """Attention of queries to keys, and the log-sum-exp of their scores. Groups of query heads may share a head of keys.
 
     >>> x = torch.ones(1, 2, 3, 4)
     >>> [tuple(part.shape) for part in attend(x, x, x, Way(True, 0.5))]
@@ -68,7 +66,7 @@ def attend_backward(
 
 
 def joined(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """What queries find in two sets of keys, from what they find in each.
+    """Attention to two sets of keys together, from that to each.
 
     >>> joined(torch.zeros(1, 2), torch.tensor([-torch.inf]), torch.ones(1, 2), torch.tensor([3.0]))
     (tensor([[1., 1.]]), tensor([3.]))

@@ -2,7 +2,7 @@
 
 In the order of imports, which go down only:
 
-    curves  the normal and the exponential number of a probability, by integer operations
+    curves  quantile functions: the normal and the exponential number of a probability, alike on every device
     bits    random bits of an index, and numbers made of bits
     keys    random numbers of global tensors, the same on every mesh
     triton  the same numbers by kernels for GPUs, where Triton is

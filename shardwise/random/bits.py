@@ -1,4 +1,4 @@
-"""Random numbers out of a counter: what an element gets is a function of two keys and of its index, and of nothing else.
+"""Counter-based random numbers: what an element gets is a function of two keys and of its index, and of nothing else.
 
 Bits are mixed out of keys and index by multiplications modulo 2^64, numbers are made of bits by integer operations, and the
 last steps are few products and sums of floats, each rounded by itself. So the same numbers come out on every device, eager and

@@ -1,4 +1,4 @@
-"""Curves of chance: the normal and the exponential number of a tail probability, by sums and products of floats.
+"""Quantile functions: the normal and the exponential number of a tail probability, alike to the bit on every device.
 
 A probability is given as an odd multiple of 1024, in units of 2^-63. Those of one octave (from a power of two to the next) fall
 into 64 segments, on each of which a parabola stands for the curve: segments get finer towards zero as the curve gets steeper.

@@ -10,11 +10,11 @@ In the order of imports, which go down only:
     arguments         the arguments of one call: their key, and the `Call` that a rule reads
     dispatch          one operator call from locals to wrapped result, with no operator named in it
     placements_given  which layout the placements that a user gives stand for
-    checkpoint        what those who store tensors ask of a DTensor: the boxes that lie in this process, and whose pickle it is
+    checkpoint        storing a DTensor: the boxes of it that lie in this process, and whose pickle it is
     dtensor           `DTensor` and its constructors
     gradients         `deferred_gradients`: several backwards whose gradients are reduced once
     distribute        `distribute_tensor`, `distribute_module`: plain tensors, spread over a mesh
-    each_rank         `each_rank`: a function of what a rank holds, on every rank
+    each_rank         `each_rank`: a function of local tensors, called on every rank
     relabel           `relabel`: the ranks of a mesh for which tensors move least
     factories         `zeros`, `ones`, `full`, `empty`, `rand`, `randn`, `randint`, `randperm`
 """

@@ -1,4 +1,4 @@
-"""What those who store tensors ask of a DTensor. Knows nothing of files.
+"""Storing a DTensor: what `torch.distributed.checkpoint`, pickle and readers of memory by address get. Knows nothing of files.
 
 `torch.distributed.checkpoint` asks which boxes of the global tensor lie in this process, and where: read from a local value and
 its layout, given as torch's own descriptions of chunks. torch writes and reads the files, each box by one of the ranks that

@@ -1,4 +1,4 @@
-"""`each_rank`: a function of what a rank holds, on every rank, differentiable wherever the ranks are."""
+"""`each_rank`: a function of local tensors, called on every rank, with gradients; ranks are processes or simulated."""
 
 from __future__ import annotations
 
