@@ -128,6 +128,7 @@ def test_packed_sequences(kind: Any, placement: Any) -> None:
         torch.testing.assert_close(got.full_tensor(), wanted)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="before 2.13 torch refuses subclasses there before Shardwise is asked")
 def test_torch_cond_names_the_remedy() -> None:
     x = spread(torch.arange(4.0), Shard(0))
     with pytest.raises(
