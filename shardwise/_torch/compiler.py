@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import importlib
 import itertools
 import logging
@@ -43,20 +44,16 @@ def untraced(what: _What) -> _What:
     or code that runs uncompiled (a loop with a graph break, say). Inlined into a traced function it is traced as any other.
     `torch.compiler.disable` takes microseconds of each call."""
     skip = _frames._FrameAction.SKIP
-    for function in [what] if isinstance(what, FunctionType) else _functions(what):
-        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    written = [what] if isinstance(what, FunctionType) else vars(what).values()
+    inside = [getattr(value, name, None) for value in written for name in ("__func__", "fget", "fset")]
+    for function in (*written, *inside):
+        if isinstance(function, FunctionType):
+            _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
     return what
 
 
-def _functions(cls: Any) -> list[Any]:
-    """The functions that a class is written with: methods of all kinds, and those of its properties."""
-    parts = [(value, *(getattr(value, name, None) for name in ("__func__", "fget", "fset"))) for value in vars(cls).values()]
-    return [part for several in parts for part in several if isinstance(part, FunctionType)]
-
-
 def constant_result(function: _What) -> _What:
-    """A function that Dynamo calls while it traces, for its result: `torch.compiler.assume_constant_result`, which imports the
-    compiler."""
+    """A function that Dynamo calls while it traces, for its result. (torch's `assume_constant_result` imports the compiler.)"""
     marked: Any = function
     marked._dynamo_marked_constant = True
     return function
@@ -138,9 +135,7 @@ def inductor_settings(mode: str | None, options: dict[str, Any] | None, dynamic:
 
 def compile_graph(gm: Any, inputs: Any, local: Callable[..., Any], settings: dict[str, Any], at_once: bool) -> Any:
     """A graph of Dynamo compiled by Inductor; `local(gm, inputs, **words)` compiles each local program that no cache has.
-
-    `at_once`, the backward is compiled with the forward: by itself torch waits for the first backward.
-    """
+    `at_once`, the backward is compiled with the forward: by itself torch waits for the first backward."""
     inductor = importlib.import_module("torch._inductor.compile_fx")
     with importlib.import_module("torch._functorch.config").patch(force_non_lazy_backward_lowering=at_once):
         return inductor.compile_fx(gm, inputs, inner_compile=local, config_patches=settings)
@@ -175,19 +170,15 @@ def compile_local(gm: Any, inputs: Any, words: dict[str, Any]) -> tuple[Any, boo
     counters = importlib.import_module("torch._dynamo.utils").counters["inductor"]
     before, empty = counters["fxgraph_cache_hit"], _is_empty(gm)
     made = importlib.import_module("torch._inductor.compile_fx").compile_fx_inner(gm, inputs, **words)
-    if getattr(made, "current_callable", None) is not None:
-        made.current_callable = _below_autograd(made.current_callable)
-    return made, counters["fxgraph_cache_hit"] == before and not empty
-
-
-def _below_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same without a look at autograd by each operator: torch's collectives do that in Python."""
+    compiled: Any = getattr(made, "current_callable", None)
 
     def call(*args: Any) -> Any:
-        with below_autograd():
-            return function(*args)
+        with below_autograd():  # torch's collectives look at autograd in Python
+            return compiled(*args)
 
-    return call
+    if compiled is not None:
+        made.current_callable = call
+    return made, counters["fxgraph_cache_hit"] == before and not empty
 
 
 def compiler_caches() -> bool:
@@ -237,23 +228,14 @@ def local_graphs(
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         return partitioners.min_cut_rematerialization_partition(prepare(joint), *args, **kwargs)
 
-    def compiler(part: str) -> Any:
-        def made(graph: Any, _: Any) -> Any:
-            function: Any = build(part, graph)
-            function._boxed_call = True  # takes one list, which it empties
-            return function
+    def compiler(part: str, graph: Any, _: Any) -> Any:
+        function: Any = build(part, graph)
+        function._boxed_call = True  # takes one list, which it empties
+        return function
 
-        return made
-
-    return backend(
-        gm,
-        inputs,
-        fw_compiler=compiler("forward"),
-        bw_compiler=compiler("backward"),
-        inference_compiler=compiler("inference"),
-        partition_fn=partition,
-        keep_inference_input_mutations=True,
-    )
+    forward, backward, inference = (functools.partial(compiler, part) for part in ("forward", "backward", "inference"))
+    words = {"fw_compiler": forward, "bw_compiler": backward, "inference_compiler": inference, "partition_fn": partition}
+    return backend(gm, inputs, keep_inference_input_mutations=True, **words)
 
 
 def is_decomposing() -> bool:
@@ -301,14 +283,8 @@ def inductor_pass(run: Callable[[Any, dict[Any, Any]], object], key: str) -> Any
     the table says. Only an object of Inductor's own class is taken for one whose programs may be kept."""
     base = importlib.import_module("torch._inductor.custom_graph_pass").CustomGraphPass
     table = importlib.import_module("torch._inductor.decomposition").select_decomp_table
-
-    def call(self: Any, graph: Any) -> None:
-        run(graph, table())
-
-    return type("Passes", (base,), {"__call__": call, "uuid": lambda self: key, "__repr__": lambda self: f"Passes({key!r})"})()
-
-
-# ── what a trace knows of the program it makes ──
+    methods = {"__call__": lambda self, graph: run(graph, table()), "uuid": lambda self: key}
+    return type("Passes", (base,), {**methods, "__repr__": lambda self: f"Passes({key!r})"})()
 
 
 def optimizer_hooks(optimizer: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -375,15 +351,14 @@ def snapshot(value: Any) -> Callable[[], Any]:
 
     def unchanged() -> torch.Tensor:
         if kept._version != version:
-            raise RematError(_WRITTEN.format(list(kept.shape), str(kept.dtype).removeprefix("torch.")))
+            what = f"{str(kept.dtype).removeprefix('torch.')}{list(kept.shape)}"
+            raise RematError(
+                f"a block of remat keeps {what} for its backward, and writes to it later; write to a clone of it, or do not "
+                "keep it (save=)"
+            )
         return kept.detach()
 
     return unchanged
-
-
-_WRITTEN = (
-    "a block of remat keeps {1}{0} for its backward, and writes to it later; write to a clone of it, or do not keep it (save=)"
-)
 
 
 #: The module that looks through the inputs of branches and loops (`torch.cond` and its like) for what they share.
@@ -448,11 +423,9 @@ def leaves_with_paths(value: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 
 def open_package(path: str) -> Any:
-    """What runs a compiled program on a list of tensors, which it empties: `boxed_run`. The public loader imports the compiler
-    first, which takes seconds."""
+    """What runs a compiled program on a list of tensors, which it empties: `boxed_run`. (torch's own imports the compiler.)"""
     loader: Any = torch._C._aoti.AOTIModelPackageLoader
-    single_threaded, runners, this_device = False, 1, -1
-    return loader(path, "model", single_threaded, runners, this_device)
+    return loader(path, "model", False, 1, -1)  # not only in one thread, by one runner, on this device
 
 
 def read_artifacts(data: bytes) -> Any:

@@ -37,10 +37,7 @@ _c10d: Any = torch.distributed.distributed_c10d
 
 
 def job_timeout() -> timedelta:
-    """How long communication of the job may take: what `init_process_group` was told, or the default of its backend.
-
-    torch gives a new group the default of the backend, whatever the job's own time-out is.
-    """
+    """How long communication of the job may take, as `init_process_group` was told: torch gives new groups a default."""
     job = _c10d.GroupMember.WORLD
     options: list[Any] = [getattr(job._get_backend(device), "options", None) for device in job._device_types]
     found = [option._timeout for option in options if hasattr(option, "_timeout")]

@@ -92,8 +92,8 @@ def _parameters(value: Any) -> str:
     return " ".join(inspect.signature(value).parameters) if callable(value) else type(value).__name__
 
 
-_VARIABLES, _AOT = "torch._dynamo.variables", "torch._functorch"
-_OPTIMIZER = f"{_VARIABLES}.optimizer:OptimizerVariable"
+_DYNAMO, _AOT = "torch._dynamo.variables", "torch._functorch"
+_TENSOR, _OPTIMIZER = f"{_DYNAMO}.tensor:TensorVariable", f"{_DYNAMO}.optimizer:OptimizerVariable"
 _STEPS = "whole training steps as one program in sw.capture and sw.compile"
 _CACHE = "correct programs from torch's cache"
 
@@ -134,14 +134,10 @@ _TABLE: dict[tuple[str, str], list[tuple[Any, ...]]] = {
         ("torch:ops.aten.linalg_matrix_rank.atol_rtol_float_out", "self atol rtol hermitian out", by.composite_kernel),
     ],
     ("tracing", f"{_STEPS}: backward inside"): [
-        (
-            f"{_VARIABLES}.tensor:TensorVariable.method_backward",
-            "self tx gradient retain_graph create_graph inputs",
-            by.method_backward,
-        ),
-        (f"{_VARIABLES}.tensor:TensorVariable.var_getattr", "self tx name", by.tensor_getattr),
-        (f"{_VARIABLES}.torch:_collect_tensors_with_sources", "var", by.collect_tensors),
-        (f"{_VARIABLES}.torch:TorchInGraphFunctionVariable._get_handlers", "", by.get_handlers),
+        (f"{_TENSOR}.method_backward", "self tx gradient retain_graph create_graph inputs", by.method_backward),
+        (f"{_TENSOR}.var_getattr", "self tx name", by.tensor_getattr),
+        (f"{_DYNAMO}.torch:_collect_tensors_with_sources", "var", by.collect_tensors),
+        (f"{_DYNAMO}.torch:TorchInGraphFunctionVariable._get_handlers", "", by.get_handlers),
         ("torch._dynamo.side_effects:SideEffects.store_attr", "self item name value …", by.store_attr),
     ],
     ("tracing", f"{_STEPS}: optimizer.step inside"): [
@@ -155,11 +151,7 @@ _TABLE: dict[tuple[str, str], list[tuple[Any, ...]]] = {
         (f"{_OPTIMIZER}.move_step_if_cpu", "self", by.move_step_if_cpu),
     ],
     ("tracing", "sw.remat with a policy inside compiled functions"): [
-        (
-            f"{_VARIABLES}.higher_order_ops:CheckpointHigherOrderVariable._call_function",
-            "self tx args kwargs",
-            by.call_checkpoint,
-        ),
+        (f"{_DYNAMO}.higher_order_ops:CheckpointHigherOrderVariable._call_function", "self tx args kwargs", by.call_checkpoint),
     ],
     ("tracing", "quick calls of compiled functions with many distributed tensors"): [
         (

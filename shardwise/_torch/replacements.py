@@ -271,8 +271,7 @@ class _Keyed:
 
 
 def unwrap_tensors(original: Any) -> Any:
-    """Takes distributed tensors apart by reading their local tensor: what torch before 2.13 does for each of them costs more
-    than some operators."""
+    """Takes distributed tensors apart by reading their local tensor: torch before 2.13 takes longer than some operators."""
     tensor = HOOKS.tensor
 
     def is_plain(meta: Any) -> bool:

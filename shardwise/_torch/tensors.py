@@ -73,8 +73,7 @@ is_alias: Any = vars(torch._C)["_is_alias_of"]
 
 
 def context_of_backward() -> contextvars.Context | None:
-    """In a thread in which autograd runs a backward: the context of the thread that asked for it, as torch keeps it. None where
-    there is none."""
+    """In a thread in which autograd runs a backward: the context of the thread that asked for it, if torch keeps one."""
     found = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None
     return found if isinstance(found, contextvars.Context) else None
 
@@ -117,16 +116,14 @@ class _Reached(Exception):
     """Carries the operator that a probe met, and with which arguments."""
 
 
-def _stop(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    raise _Reached(func, _by_id(args), _by_id(kwargs or {}))
-
-
 class _Probe(torch.Tensor):
     """Stops at the first operator it meets, and tells which. (A dispatch mode could, but imports the compiler: two seconds.)"""
 
     __torch_function__ = no_torch_function
 
-    __torch_dispatch__: Any = classmethod(lambda cls, *call: _stop(*call))
+    @classmethod
+    def __torch_dispatch__(cls, *call: Any, **_: Any) -> Any:
+        raise _Reached(call[0], *map(_by_id, call[2:]))
 
 
 def _by_id(value: Any) -> Any:
@@ -141,10 +138,8 @@ def _by_id(value: Any) -> Any:
 def _reached(call: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     try:
         call(*args, **kwargs)
-    except _Reached as reached:
-        return reached.args
-    except (RuntimeError, TypeError, ValueError):
-        return None
+    except (_Reached, RuntimeError, TypeError, ValueError) as error:
+        return error.args if isinstance(error, _Reached) else None
     return None
 
 

@@ -27,8 +27,7 @@ FEW = 12
 
 
 def group_over(ranks: Ranks, needed_by: Any) -> Any:
-    """The process group over these ranks in this order, made if it is not there yet, for as long as `needed_by` is there;
-    collective over the ranks."""
+    """The process group over these ranks in this order, for as long as `needed_by` is there; collective if it is made now."""
     job = dist.group.WORLD
     if ranks == tuple(range(dist.get_world_size())):
         return job
@@ -125,6 +124,5 @@ _joining = threading.Lock()
 
 
 def _name(ranks: Ranks, number: int) -> str:
-    """What the ranks of a group find each other by, each time it is made by another name: what was said by an old one stays in
-    the store."""
+    """What the ranks of a group find each other by; each time another name, since the store keeps what was said by old ones."""
     return f"sw:{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}:{number}"

@@ -49,8 +49,7 @@ class Schema:
 
     @property
     def functional_results(self) -> list[str | None]:
-        """What the functional form gives: the results (by the argument each one is, None: a new one), then what else is
-        written."""
+        """What the functional form gives: the results (by the argument each is, None: a new one), then what else is written."""
         rest = sorted(self.written, key=lambda name: name not in self.outs)
         return [*self.returns, *(name for name in rest if name not in self.returns)]
 

@@ -125,8 +125,7 @@ def _split(size: int, shards: Shards, mesh: Mesh) -> list[Factor]:
 
 
 def _shard_behind(dim: list[Factor], skip: int, by: Factor, last: bool) -> list[Factor]:
-    """The factors with one more sharding: of what nothing shards yet, behind the first `skip`; none where that does not work
-    out."""
+    """The factors with one more sharding: of what nothing shards yet, behind the first `skip`; none if that does not fit."""
     for place, factor in enumerate(dim):
         size = factor.size
         if factor.axes or (skip > 1 and skip % size == 0):

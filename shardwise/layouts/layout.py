@@ -140,8 +140,7 @@ class Layout(metaclass=OpaqueBaseMeta):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """One placement per mesh axis; they say all: `make_layout` of them is this layout (a `StridedShard` where a plain one
-        would not do)."""
+        """One placement per mesh axis, from which `make_layout` makes this layout (a `StridedShard` where `Shard` cannot)."""
         placed: dict[str, Placement] = {axis: Partial(kind) for axis, kind in self.partials}
         for index, dim in enumerate(self.dims):
             placed |= shards_of(index, dim, self.mesh)

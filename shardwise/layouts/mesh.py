@@ -199,11 +199,8 @@ class Mesh(metaclass=OpaqueBaseMeta):
         return torch.tensor([self.ranks[peer] for peer in self.peers(place, self.axes)]).view(self.shape)
 
     def here(self) -> int:
-        """Where this process stands in the root's list of ranks.
-
-        A simulated world has all ranks in one process, so that no one rank is this one: `sw.each_rank` calls a function for
-        each.
-        """
+        """Where this process stands in the root's list of ranks; of a simulated mesh all ranks are in this process, and none
+        is this one."""
         if self.world == "simulated" and len(self.ranks) > 1:
             raise MeshError(
                 f"mesh {self} is simulated: its {len(self.ranks)} ranks are in this process, and none of them is the one that "
@@ -248,8 +245,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
         return self.coordinates[self.here()][at]
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """The process group over one axis that this process is in, for as long as the mesh is held; collective over that
-        group, if it was not used before."""
+        """The process group over one axis that this process is in, while the mesh is held; the first use is collective."""
         self._refuse_peer(sys._getframe(1).f_globals.get("__name__", ""))
         axis = self._axis(mesh_dim)
         if self.world == "simulated":

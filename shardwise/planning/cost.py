@@ -34,9 +34,6 @@ PER_WORK = 1 / 50e12
 _measured: dict[str, dict[str, Link]] = {}
 
 
-# ── links ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def links(mesh: Mesh) -> dict[str, Link]:
     """The link of each axis of a mesh's root, as measured or else by whether the axis is slow.
 
@@ -79,9 +76,6 @@ def route(mesh: Mesh, axes: tuple[str, ...]) -> Link:
     return Link(latency, float(per_byte))
 
 
-# ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def received(kind: str, nbytes: float, ranks: int) -> float:
     """Bytes that a rank receives in a collective to which each of `ranks` gives `nbytes`: an all_gather brings what the others
     hold, a reduce_scatter and an all_to_all bring one share from each of them, an all_reduce is a reduce_scatter of shares and
@@ -106,10 +100,7 @@ def local(nbytes: float) -> float:
 
 
 def change(have: int | str | None, want: int | str | None, nbytes: float, ranks: int, link: Link) -> float:
-    """Moving one axis of `ranks` from one state to another; `nbytes` is what a rank holds now.
-
-    A state is a dim (shard), a kind (partial) or None (replicated).
-    """
+    """Moving an axis from one state to another: a dim (shard), a kind (partial) or None (replicated); a rank holds `nbytes`."""
     if have == want:
         return 0.0
     if have is None:

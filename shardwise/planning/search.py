@@ -105,8 +105,7 @@ class Shardings:
         return range(len(self.axes[at]) + 1) if len(self.dims[at]) == 1 else (0, len(self.axes[at]))
 
     def more(self, at: int, axis: str) -> int:
-        """The sharding with one more axis at its minor end: into the target's shards where that leads there, else equal
-        chunks."""
+        """The sharding with one more axis at its minor end: into the target's shards if that leads there, else equal chunks."""
         found = self._toward.get((at, axis)) or self._more.get((at, axis))
         if found is None:
             factor = self.dims[at][0]

@@ -211,8 +211,7 @@ class Candidate(NamedTuple):
 
 
 def _choose(rule: Rule, call: Call, bound: Bound, axis: str, others: dict[str, Candidate]) -> Candidate | None:
-    """The cheapest candidate that goes with those of other axes; None where an in-place operator has none that keeps its
-    argument's layout."""
+    """The cheapest candidate that goes with those of other axes; None if none keeps the layout that is written to."""
     have = tuple([tensor.states.get(axis) for tensor in call.tensors])
     if have == bound.plain.wants:
         return bound.plain
