@@ -30,7 +30,7 @@ from .package import Package, export, load_package
 from .pipeline import Pipeline, Schedule, pipeline
 from .planning.plan import plan
 from .programs import Program, capture, compile, compile_report, load_artifacts, save_artifacts
-from .propagation.fingerprint import VERSION as __version__  # noqa: F401  known by this name
+from .propagation.table import VERSION as __version__  # noqa: F401  known by this name
 from .remat import policies as save
 from .remat import remat, remat_module
 from .rules.ring_attention import ring_attention

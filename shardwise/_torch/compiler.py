@@ -104,7 +104,6 @@ def is_traced_whole(x: torch.Tensor) -> bool:
 #: Tells graph passes that an operator matters though nothing uses its result.
 keep_alive: Any = torch.fx.node.has_side_effect
 
-
 #: Whether torch asks tensors of a class like ours what a key of its cache of compiled programs should say of them. Where it
 #: does not, the cache is off: a key without the library's own would outlive it.
 HAS_KEYS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
@@ -114,6 +113,9 @@ READS_ATTRIBUTES = "torch._dynamo.variables.tensor"
 
 #: The module that looks which results of a traced function are views of others.
 LOOKS_FOR_VIEWS = "torch._functorch._aot_autograd.collect_metadata_analysis"
+
+#: The module that looks through the inputs of branches and loops (`torch.cond` and its like) for what they share.
+TAKES_BRANCHES = "torch._higher_order_ops.utils"
 
 #: The trace that is going on, if any: torch keeps it from the first operator to the compiled backward.
 tracing_context: Any = torch._guards.TracingContext.try_get
@@ -211,9 +213,7 @@ def hit_recompile_limit(error: Exception) -> bool:
     return type(error).__name__ == "FailOnRecompileLimitHit"
 
 
-def local_graphs(
-    gm: Any, inputs: Any, build: Callable[[str, Any], Callable[[list[Any]], Any]], prepare: Callable[[Any], Any] = lambda gm: gm
-) -> Any:
+def local_graphs(gm: Any, inputs: Any, build: Callable[[str, Any], Any], prepare: Callable[[Any], Any] = lambda gm: gm) -> Any:
     """A function that does what a graph over tensors of any class does, by graphs over the plain tensors that they wrap:
     `build` makes a function of a list from each; `prepare` sees forward and backward while they are still one graph. Only
     AOTAutograd traces through subclasses."""
@@ -359,10 +359,6 @@ def snapshot(value: Any) -> Callable[[], Any]:
         return kept.detach()
 
     return unchanged
-
-
-#: The module that looks through the inputs of branches and loops (`torch.cond` and its like) for what they share.
-TAKES_BRANCHES = "torch._higher_order_ops.utils"
 
 
 # ── packages and artifact files ───────────────────────────────────────────────────────────────────────────────────────

@@ -107,11 +107,11 @@ _TABLE: dict[tuple[str, str], list[tuple[Any, ...]]] = {
         ),
     ],
     ("tensors", "optimizers and gradient clipping over lists of distributed tensors at once (foreach)"): [
-        ("torch.utils._foreach_utils:_foreach_supported_types", "list", by.foreach_types),
-        ("torch.optim.optimizer:_foreach_supported_types", "list", by.foreach_types),
+        ("torch.utils._foreach_utils:_foreach_supported_types", "list", lambda classes: [*classes, by.HOOKS.tensor]),
+        ("torch.optim.optimizer:_foreach_supported_types", "list", lambda classes: [*classes, by.HOOKS.tensor]),
     ],
     ("tensors", "the backward of a compiled function of which a distributed result is unused"): [
-        ("torch:Tensor.__coerce_same_metadata_as_tangent__", "absent", by.coerce_tangent),
+        ("torch:Tensor.__coerce_same_metadata_as_tangent__", "absent", lambda _: by.HOOKS.coerce_tangent),
     ],
     ("tensors", f"{_CACHE}: its keys do not tell versions of this library apart"): [
         (f"{_AOT}.config:enable_autograd_cache", "bool", lambda value: False, ((2, 11), (2, 12))),

@@ -365,16 +365,6 @@ def call_region(original: Any) -> Any:
 # ── outside of the compiler ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def coerce_tangent(original: Any) -> Any:
-    """What a compiled backward asks of an ordinary tensor, which autograd gives for the gradient of an unused result."""
-    return HOOKS.coerce_tangent
-
-
-def foreach_types(original: list[Any]) -> Any:
-    """The classes that optimizers and clipping take lists of."""
-    return [*original, HOOKS.tensor]
-
-
 def iterate_state_dict(original: Any) -> Any:
     """Gathers and copies distributed tensors in torch's functions on state dicts: these ask for torch's own classes."""
     ours = {"_gather_state_dict": HOOKS.gather, "_create_cpu_state_dict": lambda x: x.detach().clone()}

@@ -46,7 +46,6 @@ dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 #: Given a key and False: in the block operators see that key again, which dispatch to a subclass hides from what it calls.
 excludes: Any = torch._C._SetExcludeDispatchKeyGuard
 
-
 #: Whether a class of tensors wraps others, and says which.
 is_wrapper: Any = is_traceable_wrapper_subclass_type
 

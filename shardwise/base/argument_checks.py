@@ -77,9 +77,6 @@ def instance(value: Any, kind: type[Value] | tuple[type, ...], what: str, allowe
     return value
 
 
-# ── numbers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def integer(value: Any, what: str, least: int | None = None, most: int | None = None) -> int:
     """An integer within bounds; truth values and tensors are none."""
     if isinstance(value, _SYMBOLS):
@@ -118,9 +115,6 @@ def _within(kind: str, least: int | None, most: int | None) -> str:
     return f"{kind} of at least {least:,}" if least is not None else f"{kind} of at most {most:,}" if most is not None else kind
 
 
-# ── several ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def several(value: Any, what: str, allowed: str) -> tuple[Any, ...]:
     """The items of a list, a tuple or what else can be gone through; a text, a dictionary and a tensor are none."""
     if isinstance(value, str | bytes | Mapping | Tensor | type | nn.Module) or not isinstance(value, Iterable):
@@ -142,9 +136,6 @@ def sizes(value: Any, what: str) -> tuple[int, ...]:
     if not any(isinstance(size, SymInt) for size in found) and math.prod(max(size, 1) for size in found) >= 2**63:
         refuse(what, "the sizes of a tensor of fewer than 2**63 elements", value)
     return found
-
-
-# ── texts, types and functions ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def a_text(value: Any, what: str, allowed: str = "a text") -> str:
@@ -192,9 +183,6 @@ def a_function(value: Any, what: str, allowed: str = "a function") -> Callable[.
 def a_module(value: Any, what: str) -> nn.Module:
     """A module."""
     return instance(value, nn.Module, what, "a torch.nn.Module")
-
-
-# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def file_to_write(value: Any, what: str) -> Path:

@@ -46,11 +46,6 @@ def identity(kind: str, dtype: torch.dtype) -> Any:
     >>> identity("max", torch.float32), identity("min", torch.int8), identity("band", torch.uint8), identity("sum", torch.bool)
     (-inf, 127, 255, 0)
     """
-    match kind:
-        case "max":
-            return lowest(dtype)
-        case "min":
-            return highest(dtype)
-        case "band":
-            return -1 if dtype.is_signed else highest(dtype)
-    return NEUTRAL.get(kind, 0)
+    if kind in ("max", "min"):
+        return lowest(dtype) if kind == "max" else highest(dtype)
+    return NEUTRAL.get(kind, 0) if kind != "band" else -1 if dtype.is_signed else highest(dtype)

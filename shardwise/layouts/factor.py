@@ -141,9 +141,6 @@ def joined(runs: Iterable[Run]) -> list[Run]:
     return found
 
 
-# ── factors without their sizes ───────────────────────────────────────────────────────────────────────────────────────
-
-
 class Part(NamedTuple):
     """A factor without its size: the axes that shard it; the size of each shard where they are not the default chunks; its
     size where the dim has several factors (none for the first, which is what the others leave of the dim)."""

@@ -14,7 +14,7 @@ from torch import SymInt
 
 from ..base.argument_checks import a_dtype, integers, optional, several, shown, sizes
 from ..errors import LayoutError, MeshError
-from .dims import dim_of, size_of
+from .dims import Shards, dim_of, size_of
 from .layout import Layout
 from .mesh import Mesh
 from .placement import Partial, Placement, Shard, taken
@@ -60,15 +60,17 @@ def whole_shape(local: Sequence[int], mesh: Mesh, placements: Placements) -> tup
     return tuple(size_of(n, shards, mesh) for n, shards in zip(local, _by_dim(local, mesh, placements)[0], strict=True))
 
 
-def _by_dim(
-    shape: Sequence[int], mesh: Mesh, placements: Placements
-) -> tuple[list[list[tuple[str, Shard]]], list[tuple[str, str]]]:
+def _by_dim(shape: Sequence[int], mesh: Mesh, placements: Placements) -> tuple[list[Shards], list[tuple[str, str]]]:
     """The axes that shard each dim, and those with partial values."""
-    shardings: list[list[tuple[str, Shard]]] = [[] for _ in shape]
+    shardings: list[Shards] = [[] for _ in shape]
     partials = []
     for axis, placement in by_axis(mesh, placements).items():
         if isinstance(placement, Shard):
-            shardings[_dim(placement.dim, tuple(shape), mesh, axis)].append((axis, placement))
+            if not -len(shape) <= placement.dim < len(shape):
+                dims = f"has {len(shape)} dims {list(shape)}; use a dim from {-len(shape)} to {len(shape) - 1}"
+                why = f"the tensor {dims}" if shape else "a tensor without dims cannot be sharded; use Replicate()"
+                raise LayoutError(f"Shard({placement.dim}) on axis {axis!r} of mesh {mesh}: {why}")
+            shardings[placement.dim] = [*shardings[placement.dim], (axis, placement)]
         elif isinstance(placement, Partial):
             partials.append((axis, placement.reduce_op))
     return shardings, partials
@@ -98,14 +100,3 @@ def by_axis(mesh: Mesh, placements: Placements) -> dict[str, Placement]:
             raise LayoutError(f"placements: axis {axis!r} takes Shard, Replicate or Partial, got {shown(placement)}")
         found[axis] = ours
     return found
-
-
-def _dim(dim: int, shape: tuple[int, ...], mesh: Mesh, axis: str) -> int:
-    if not -len(shape) <= dim < len(shape):
-        raise LayoutError(
-            f"Shard({dim}) on axis {axis!r} of mesh {mesh}: the tensor has {len(shape)} dims {list(shape)}; "
-            f"use a dim from {-len(shape)} to {len(shape) - 1}"
-            if shape
-            else f"Shard({dim}) on axis {axis!r} of mesh {mesh}: a tensor without dims cannot be sharded; use Replicate()"
-        )
-    return dim % len(shape)

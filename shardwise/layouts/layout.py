@@ -27,25 +27,12 @@ from ..base.caches import intern
 from ..errors import LayoutError, Unsettled
 from .dims import shards_of
 from .dtypes import DTYPES
-from .factor import (
-    Dim,
-    Factor,
-    Run,
-    canonical,
-    default_sizes,
-    factors_of,
-    parts_of,
-    read_parts,
-    shard_runs,
-    sharded,
-    whole,
-    write_parts,
-)
+from .factor import Dim, Factor, Run, canonical, factors_of, parts_of, read_parts, shard_runs, sharded, whole, write_parts
 from .mesh import Mesh, index_of
 from .placement import KINDS, Partial, Placement, Replicate
 
 __all__ = ["Layout", "Number", "PerRank", "SymbolicLayout", "contiguous_stride", "dense_stride", "restore_layout"]
-__all__ += ["Dim", "Factor", "Run", "canonical", "default_sizes", "shard_runs", "sharded", "whole"]  # of `factor`
+__all__ += ["Dim", "Factor", "Run", "canonical", "shard_runs", "sharded", "whole"]  # of `factor`
 
 _REPLICATE = Replicate()
 #: What a layout is made of.

@@ -175,8 +175,6 @@ class Mesh(metaclass=OpaqueBaseMeta):
         """
         return self._size if mesh_dim is None else self.axis_sizes[self._axis(mesh_dim)]
 
-    # ── what a DeviceMesh answers ─────────────────────────────────────────────────────────────────────────────────────
-
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
         """The names of the axes, as on a `DeviceMesh`."""
@@ -199,8 +197,7 @@ class Mesh(metaclass=OpaqueBaseMeta):
         return torch.tensor([self.ranks[peer] for peer in self.peers(place, self.axes)]).view(self.shape)
 
     def here(self) -> int:
-        """Where this process stands in the root's list of ranks; of a simulated mesh all ranks are in this process, and none
-        is this one."""
+        """Where this process stands in the root's list of ranks; a simulated mesh has all of its ranks in this process."""
         if self.world == "simulated" and len(self.ranks) > 1:
             raise MeshError(
                 f"mesh {self} is simulated: its {len(self.ranks)} ranks are in this process, and none of them is the one that "
@@ -333,11 +330,9 @@ class Mesh(metaclass=OpaqueBaseMeta):
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Mesh:
         names = (axes,) if isinstance(axes, str) else several(axes, "mesh[axes]", "the name of an axis, or several")
-        for name in names:
-            self.size_of(name)
+        sizes = [self.size_of(name) for name in names]
         if names == self.root.axes:
             return self.root
-        sizes = (self.axis_sizes[name] for name in names)
         return Mesh(names, sizes, self.ranks, self.device, self.world, self.root)
 
     def flatten(self, *axes: str) -> Mesh:
@@ -491,10 +486,8 @@ def _peers(root: Mesh, place: int, axes: tuple[str, ...]) -> tuple[int, ...]:
     here, moving = root.coordinates[place], [root.axes.index(axis) for axis in axes]
     found = []
     for point in product(*(range(root.shape[i]) for i in moving)):
-        there = list(here)
-        for i, value in zip(moving, point, strict=True):
-            there[i] = value
-        found.append(index_of(root, there, root.axes))
+        there = dict(enumerate(here)) | dict(zip(moving, point, strict=True))
+        found.append(index_of(root, tuple(there.values()), root.axes))
     return tuple(found)
 
 
@@ -538,10 +531,8 @@ def _slow_axes(axes: tuple[str, ...], slow: str | Iterable[str]) -> tuple[str, .
     given = (slow,) if isinstance(slow, str) or not isinstance(slow, Iterable) else tuple(slow)
     unknown = [name for name in given if name not in axes]
     if unknown:
-        raise MeshError(
-            f'slow names axes with slow links, e.g. slow=("dp",); the axes are {", ".join(axes) or "none"}, '
-            f"got {shown(unknown[0])}"
-        )
+        known = ", ".join(axes) or "none"
+        raise MeshError(f'slow names axes with slow links, e.g. slow=("dp",); the axes are {known}, got {shown(unknown[0])}')
     return tuple(axis for axis in axes if axis in given)
 
 

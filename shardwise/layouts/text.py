@@ -91,9 +91,6 @@ def _layout(form: Form, shape: tuple[int, ...], dtype: torch.dtype, stride: tupl
     return Layout.of(form.mesh, dims, form.partials, dtype, stride)
 
 
-# ── what a user asks for, as text ─────────────────────────────────────────────────────────────────────────────────────
-
-
 def written(placements: Placements | Layout | None) -> str:
     """What a user wants as text, also while a function of the user's is traced: then a graph can hold it.
 

@@ -18,7 +18,7 @@ from ..comm.tracing import current
 from ..comm.transport import Counts
 from ..errors import OperatorError
 from ..layouts.mesh import Mesh
-from ..propagation.fingerprint import LIBRARY
+from ..propagation.table import LIBRARY
 from .patterns import local_of, ready
 
 wait_tensor = collectives.wait_tensor.default

@@ -26,7 +26,7 @@ from ..comm.messages import Batch, Shape, check_matched, check_shapes
 from ..comm.tracing import current, mark_specific, refuse_unequal, steering, varies
 from ..errors import MeshError, OperatorError
 from ..layouts.mesh import Mesh
-from ..propagation.fingerprint import LIBRARY
+from ..propagation.table import LIBRARY
 from ..tensor.dtensor import DTensor
 
 wait_tensor = collectives.wait_tensor.default

@@ -14,7 +14,7 @@ from ..comm import seen, transport
 from ..comm.messages import Batch
 from ..errors import MeshError, OperatorError
 from ..layouts.mesh import Mesh
-from ..propagation.fingerprint import LIBRARY
+from ..propagation.table import LIBRARY
 from ..tensor.dtensor import DTensor
 from .batch import batch, like, recv, run, send, wait
 

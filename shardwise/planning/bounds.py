@@ -61,9 +61,6 @@ def products(vectors: Sequence[list[int]]) -> list[int]:
     return [math.prod(numbers) for numbers in zip(*vectors, strict=True)] if vectors else [1]
 
 
-# ── what ranks share with their target, one dim at a time ─────────────────────────────────────────────────────────────
-
-
 @memo("points", limit=1024)
 def points(mesh: Mesh, axes: tuple[str, ...], most: int = MOST_POINTS) -> Points:
     """The coordinates of ranks, for each axis of the mesh: all that differ along `axes`, or some of them if they are too many.
@@ -130,9 +127,6 @@ def _overlaps(one: Dim, mine: list[tuple[int, ...]], other: Dim, theirs: list[tu
         runs, goals = shard_runs(one, at), shard_runs(other, there)
         found.append(sum([max(0, min(b, d) - max(a, c)) for a, b in runs for c, d in goals]))
     return found
-
-
-# ── the bound ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def lower_bound(have: Layout, want: Layout) -> int:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from ..base.argument_checks import choice, instance, integer, optional, several
 from ..base.caches import memo
 from ..errors import LayoutError, PlanError
-from ..layouts.layout import Factor, Layout, default_sizes
+from ..layouts.factor import Factor, default_sizes
+from ..layouts.layout import Layout
 from .bounds import lower_bound
 from .cost import Link, links, route
 from .proof import prove
@@ -240,9 +241,6 @@ def _warn_of_missing_groups(steps: tuple[Step, ...], better: tuple[Step, ...] | 
             _warned.add(key)
             makes = f"mesh.flatten({', '.join(map(repr, step.axes))}) makes it, and {step} would save {_time(saved)}"
             warnings.warn(f"mesh {mesh} has no group over {', '.join(step.axes)}; {makes}", UserWarning, stacklevel=4)
-
-
-# ── from one mesh to another ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _across(have: Layout, want: Layout, cap: int) -> tuple[Step, ...]:

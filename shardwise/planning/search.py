@@ -15,7 +15,8 @@ from itertools import combinations, permutations, product, takewhile
 from typing import Any, NamedTuple
 
 from ..base.caches import memo
-from ..layouts.layout import Dim, Factor, Layout, default_sizes, whole
+from ..layouts.factor import Dim, Factor, default_sizes, whole
+from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from .bounds import Side, carried, indices, missing, points, products, reductions, shares
 from .cost import Link, received, route

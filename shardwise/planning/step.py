@@ -19,8 +19,6 @@ from .cost import received
 
 #: Steps in which no data crosses ranks.
 LOCAL = frozenset({"take", "split", "embed", "scale"})
-
-
 T = TypeVar("T")
 
 

@@ -3,8 +3,7 @@
 In the order of imports, which go down only:
 
     notation     what a rule is: a sentence about one mesh axis, and the words beside it
-    table        the one table: operator to rule
+    table        the one table: operator to rule; which Shardwise this is, for keys of compiled programs
     operator     one operator overload with its schema and its row
-    fingerprint  which Shardwise this is, for keys of compiled programs
     decide       rule and layouts to the cheapest decision
 """

@@ -260,11 +260,8 @@ def _shardings(rule: Rule, bound: Bound, letters: Iterable[str]) -> list[Candida
         kept = False not in [names is None or label in names for names in bound.outputs]
         if not kept and (rule.lost is None or _repeated(label, bound)):
             continue
-        added = (
-            frozenset()
-            if kept
-            else {i for group in bound.linear if any(label in bound.inputs[j] for j in group) for i in group}
-        )
+        joined = [] if kept else [group for group in bound.linear if any(label in bound.inputs[i] for i in group)]
+        added = {i for group in joined for i in group} if joined else ()
         inputs = enumerate(bound.inputs)
         wants = [names.index(label) if label in names else "sum" if i in added else None for i, names in inputs]
         results = [None if names is None else names.index(label) if label in names else rule.lost for names in bound.outputs]

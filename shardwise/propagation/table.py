@@ -1,4 +1,5 @@
-"""The one table of rules: operator name → Rule. Each family's file adds its rows when it is imported.
+"""The one table of rules: operator name → Rule. Each family's file adds its rows when it is imported. `library_key` tells the
+table and this code from other versions: keys of compiled programs hold it.
 
 Names are `aten.add` for all overloads, or `aten.add.Scalar` for one; an in-place operator uses the row of its functional form.
 """
@@ -9,13 +10,16 @@ import hashlib
 import os
 import sys
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
+from .._torch.compiler import OpaqueBaseMeta, constant_type
 from ..errors import OperatorError
 from .notation import Rule, parse
 
+VERSION = "0.1.0"
 TABLE: dict[str, Rule] = {}
 #: Where the row of each name stands, as `rules/matmul.py:46`; apart from the rows, whose digest no line number may change.
 PLACES: dict[str, str] = {}
@@ -104,3 +108,42 @@ def _facts(value: Any) -> Any:
 def _code(code: CodeType) -> Any:
     constants = [_code(c) if isinstance(c, CodeType) else _facts(c) for c in code.co_consts]
     return code.co_code, code.co_names, constants
+
+
+@cache
+def _sources() -> str:
+    """A digest of the package's source: it changes with the code between two releases."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(Path(_PACKAGE).rglob("*.py")):
+        digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def library_key() -> str:
+    """Version, code and rules, the same in every process.
+
+    >>> library_key().startswith(VERSION)
+    True
+    """
+    return f"{VERSION} {_sources()} {fingerprint()}"
+
+
+class Library(metaclass=OpaqueBaseMeta):
+    """This library as a constant of traced programs: what they call of it tells torch's keys the library's own."""
+
+    def key(self) -> str:
+        """A short digest of `library_key`."""
+        return hashlib.blake2b(library_key().encode(), digest_size=8).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Library)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        return "Library()", {"Library": Library}
+
+
+constant_type(Library)
+LIBRARY = Library()

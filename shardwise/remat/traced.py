@@ -27,7 +27,7 @@ from .._torch.tensors import OpOverload, TorchDispatchMode, rule_for, tree_leave
 from ..base.schema import schema_of
 from ..layouts.text import Form
 from ..programs.passes.graph import AGAIN, WAIT
-from ..propagation.fingerprint import library_key
+from ..propagation.table import library_key
 from ..tensor.dtensor import DTensor
 from .names import tensors
 from .policies import Choice, Made, Policy

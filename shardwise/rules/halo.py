@@ -17,7 +17,8 @@ from torch import Tensor
 from ..base.caches import memo
 from ..comm import transport
 from ..comm.messages import Batch
-from ..layouts.layout import Factor, Layout, PerRank, Run, default_sizes
+from ..layouts.factor import Factor, Run, default_sizes
+from ..layouts.layout import Layout, PerRank
 from ..layouts.mesh import Mesh
 from ..p2p.batch import exchange, wait
 from .shard_position import by_shard, zero_rows

@@ -18,7 +18,7 @@ from ..layouts.from_placements import Placements, make_layout
 from ..layouts.layout import Layout, contiguous_stride, dense_stride, whole
 from ..layouts.mesh import Mesh, chosen
 from ..layouts.text import written
-from ..propagation.fingerprint import LIBRARY
+from ..propagation.table import LIBRARY
 from ..redistribution.run import move
 from .dtensor import DTensor, resolved
 from .placements_given import fitting, source_rank

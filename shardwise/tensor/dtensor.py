@@ -29,7 +29,7 @@ from ..layouts.layout import Factor, Layout, PerRank, dense_stride, restore_layo
 from ..layouts.mesh import Mesh, chosen
 from ..layouts.placement import Placement
 from ..layouts.text import Form, form_of, written
-from ..propagation.fingerprint import LIBRARY, library_key
+from ..propagation.table import LIBRARY, library_key
 from ..redistribution.run import move
 from .assignment import written_at
 from .checkpoint import check_loaded, chunk_list, for_torch, refuser, shard_of, write_items

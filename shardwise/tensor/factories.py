@@ -17,7 +17,7 @@ from ..layouts.from_placements import Placements, make_layout
 from ..layouts.layout import Layout, PerRank
 from ..layouts.mesh import Mesh, chosen
 from ..layouts.text import written
-from ..propagation.fingerprint import LIBRARY
+from ..propagation.table import LIBRARY
 from ..random.bits import DIGITS, Draw, bounds
 from .draw import NORMAL, UNIFORM, draw
 from .dtensor import DTensor

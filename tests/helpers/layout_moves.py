@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from shardwise import Bundle, Mesh
-from shardwise.layouts.layout import Dim, Factor, Layout, contiguous_stride, default_sizes, sharded, whole
+from shardwise.layouts.factor import default_sizes
+from shardwise.layouts.layout import Dim, Factor, Layout, contiguous_stride, sharded, whole
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from ...comm.failures import in_job
 from ...comm.tracing import tracing
 from ...errors import CompileError
 from ...layouts.text import form_of
-from ...propagation.fingerprint import library_key
+from ...propagation.table import library_key
 from ...tensor.dtensor import DTensor
 from ..gradients import align_leaves
 from ..passes.order import inductor_pass

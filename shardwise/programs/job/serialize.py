@@ -25,7 +25,7 @@ import torch
 
 from ..._torch.compiler import compiler_folder, keep_artifacts, read_artifacts
 from ...errors import CompileError
-from ...propagation.fingerprint import VERSION, library_key
+from ...propagation.table import VERSION, library_key
 
 _MAGIC = b"shardwise artifacts 2\n"
 _DIGEST_SIZE = 32

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..._torch.compiler import inductor_pass as new_inductor_pass
 from ...comm.tracing import is_of_one_rank
-from ...propagation.fingerprint import library_key
+from ...propagation.table import library_key
 from .all_reduces import bucket, reduce_later
 from .graph import WAIT, is_view, mutates, release, remove_dead
 from .moves import expand_moves, merge_moves

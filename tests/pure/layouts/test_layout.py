@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import ArgumentError, Layout, LayoutError, Mesh, MeshError, Partial, Replicate, Shard
-from shardwise.layouts.layout import Factor, canonical, default_sizes, whole
+from shardwise.layouts.factor import Factor, canonical, default_sizes, whole
 
 MESH = Mesh(("dp", "tp"), (2, 4), range(8), "cpu", "simulated")
 
