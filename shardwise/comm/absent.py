@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch.compiler import untraced
-from .._torch.tensors import make_wrapper, no_torch_function, schema, tree_leaves, tree_map_only
+from .._torch.tensors import make_wrapper, no_torch_function, schema, tree_flatten, tree_map_only, tree_unflatten
 from ..errors import MeshError
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
@@ -32,17 +32,18 @@ def _on_shapes(cls: type, func: Any, types: Sequence[type], args: Any = (), kwar
     if stands_back(cls, types):
         return NotImplemented
     kwargs = kwargs or {}
-    mesh = next(x.mesh for x in tree_leaves((args, kwargs)) if isinstance(x, Absent))
+    leaves, tree = tree_flatten((args, kwargs))
+    mesh, device = next((x.mesh, x.device) for x in leaves if isinstance(x, Absent))
     if torch.Tag.data_dependent_output in func.tags:
         refuse(mesh, f"{func} needs its values")
     try:
-        ghosts, named = tree_map_only((Tensor, torch.device), _ghost, (args, kwargs))
+        ghosts, named = tree_unflatten(map(_ghost, leaves), tree)
         outs = func(*ghosts, **named)
     except NotImplementedError:
         if any(result.alias_info is None for result in schema(func).returns):
             refuse(mesh, f"{func} gives no shapes without its values")
         outs = None  # it only writes to its arguments, of which there is nothing here
-    return outputs(func, absent(outs, mesh), args, kwargs)
+    return outputs(func, absent(outs, mesh, device), args, kwargs)
 
 
 @untraced
@@ -56,7 +57,7 @@ class Absent(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[Absent], shape: Sequence[int], dtype: torch.dtype, mesh: Mesh) -> Absent:
-        return _without_data(torch.empty(tuple(shape), dtype=dtype, device=_META), mesh)
+        return absent(torch.empty(tuple(shape), dtype=dtype, device=_META), mesh)
 
     __torch_function__ = no_torch_function
     __torch_dispatch__: Any = classmethod(_on_shapes)
@@ -77,23 +78,29 @@ class Absent(torch.Tensor):
 torch.serialization.add_safe_globals([Absent])
 
 
-def _without_data(ghost: Tensor, mesh: Mesh) -> Absent:
-    facts = ghost.storage_offset(), None, ghost.dtype, ghost.layout, Layout.of(mesh, ()).device
-    self: Absent = make_wrapper(Absent, ghost.shape, ghost.stride(), *facts)
-    self.ghost, self.mesh = ghost, mesh
-    return self
-
-
-def absent(value: Any, mesh: Mesh) -> Any:
+def absent(value: Any, mesh: Mesh, device: torch.device | None = None) -> Any:
     """`value` with every tensor in it replaced by its shape."""
-    return tree_map_only(Tensor, lambda x: x if isinstance(x, Absent) else _without_data(_ghost(x), mesh), value)
+    device = device or Layout.of(mesh, ()).device
+
+    def without_data(x: Tensor) -> Absent:
+        if isinstance(x, Absent):
+            return x
+        ghost = _ghost(x)
+        facts = ghost.stride(), ghost.storage_offset(), None, ghost.dtype, ghost.layout, device
+        self: Absent = make_wrapper(Absent, ghost.shape, *facts)
+        self.ghost, self.mesh = ghost, mesh
+        return self
+
+    return without_data(value) if isinstance(value, Tensor) else tree_map_only(Tensor, without_data, value)
 
 
 def _ghost(x: Any) -> Any:
-    """A tensor, or a device, that holds no data, in the place of one that does."""
-    if isinstance(x, torch.device):
-        return _META
-    return x.ghost if isinstance(x, Absent) else x if x.is_meta else torch.empty_like(x, device=_META)
+    """A tensor or a device that holds no data, in the place of one that does; all else as it is."""
+    if isinstance(x, Absent):
+        return x.ghost
+    if isinstance(x, Tensor):
+        return x if x.is_meta else torch.empty_like(x, device=_META)
+    return _META if isinstance(x, torch.device) else x
 
 
 def refuse(mesh: Mesh, why: str) -> NoReturn:
