@@ -8,7 +8,6 @@ import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -108,7 +107,7 @@ class DTensor(torch.Tensor):
             return _ToLocal.apply(self, layout or self._layout.reduced())
         return self._local
 
-    _local_tensor = property(attrgetter("_local"), doc="What this rank holds, as `torch.distributed.tensor` names it.")
+    _local_tensor = property(lambda self: self._local, doc="What this rank holds, as `torch.distributed.tensor` names it.")
 
     def redistribute(
         self,
