@@ -43,13 +43,13 @@ def _points(layout: Layout, axes: set[str]) -> Iterator[Point]:
 
 def _held(layout: Layout, dim: int, at: Point) -> list[Run]:
     """What the ranks at a coordinate hold of a dim."""
-    shards = []
-    for factor in layout.dims[dim]:
+    factors, sizes, shards = layout.dims[dim], layout.mesh.axis_sizes, []
+    for factor in factors:
         index = 0
         for axis in factor.axes:
-            index = index * layout.mesh.axis_sizes[axis] + at[axis]
+            index = index * sizes[axis] + at[axis]
         shards.append(index)
-    return shard_runs(layout.dims[dim], shards)
+    return shard_runs(factors, shards)
 
 
 def _inside(part: list[Run], of: list[Run]) -> bool:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.propagation import fingerprint as identity
+from shardwise.propagation import table
 from shardwise.propagation.table import TABLE, rule
 from tests.helpers.cache_keys import key_of
 from tests.helpers.compiled_functions import fake_job
@@ -92,7 +92,7 @@ def test_whatever_makes_another_program_makes_another_key(monkeypatch: pytest.Mo
             "shape": training_key(width=32),
             "layout": training_key(cut="nothing"),
         }
-        monkeypatch.setattr(identity, "VERSION", "0.0.0")
+        monkeypatch.setattr(table, "VERSION", "0.0.0")
         keys["version"] = training_key()
         monkeypatch.undo()
         monkeypatch.setitem(TABLE, "aten.gelu", TABLE["aten.relu"])
@@ -120,7 +120,7 @@ def test_keys_without_a_distributed_input(monkeypatch: pytest.MonkeyPatch) -> No
             key({"dp": 4}, [Shard(0)]),
             key({"dp": 2, "tp": 2}, [Shard(0), Replicate()]),
         ]
-        monkeypatch.setattr(identity, "VERSION", "0.0.0")
+        monkeypatch.setattr(table, "VERSION", "0.0.0")
         keys.append(key({"tp": 4}, [Shard(0)]))
     assert len(set(keys)) == len(keys)
 
@@ -136,10 +136,10 @@ def test_uneven_shards_are_keyed_by_coordinate() -> None:
 
 
 def test_a_rule_of_the_users_changes_the_fingerprint() -> None:
-    before = identity.library_key()
+    before = table.library_key()
     rule("aten.example_of_keys", "... -> ...")
     try:
-        assert identity.library_key() != before
+        assert table.library_key() != before
     finally:
         TABLE.pop("aten.example_of_keys")
-    assert identity.library_key() == before
+    assert table.library_key() == before
