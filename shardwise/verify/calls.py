@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch.tensors import tree_leaves, tree_map_only
+from .._torch.tensors import tree_flatten, tree_unflatten
 from ..base.schema import schema_of
 
 
@@ -31,15 +32,15 @@ class Sample:
         """The overload as `aten.sum.dim_IntList`."""
         return f"{schema_of(self.op).name}.{self.op._overloadname}"
 
-    @property
-    def leaves(self) -> list[Any]:
-        """The arguments, out of the lists that they are in."""
-        return tree_leaves((self.args, self.kwargs))
+    @cached_property
+    def leaves(self) -> tuple[list[Any], Any]:
+        """The arguments, out of the lists that they are in, and how they are nested in these."""
+        return tree_flatten((self.args, self.kwargs))
 
-    @property
+    @cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, in order."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        return [leaf for leaf in self.leaves[0] if isinstance(leaf, Tensor)]
 
     @property
     def size(self) -> int:
@@ -50,14 +51,14 @@ class Sample:
         """What tells the sample from others that are like it: all but the values, and the sizes if these do not matter."""
         shapes = [
             (leaf.dtype, tuple(leaf.shape) if sizes else leaf.ndim) if isinstance(leaf, Tensor) else repr(leaf)
-            for leaf in self.leaves
+            for leaf in self.leaves[0]
         ]
         return (self.op, *shapes, *self.kwargs)
 
     def given(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
         """The arguments with other tensors."""
-        left = iter(tensors)
-        return tree_map_only(Tensor, lambda _: next(left), (self.args, self.kwargs))
+        left, (leaves, structure) = iter(tensors), self.leaves
+        return tree_unflatten([next(left) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
     def run(self, tensors: Sequence[Any] | None = None) -> Any:
         """The result on one device, or of other tensors; the sample's own are not written to."""

@@ -59,7 +59,7 @@ def local_shards(tensor: Tensor, layout: Layout, turn: int = 0) -> Bundle:
         for dim in range(tensor.ndim):
             index = _indices(layout, dim, place)
             if len(index) != tensor.shape[dim]:
-                shard = shard.index_select(dim, index)
+                shard = shard.index_select(dim, torch.tensor(index, dtype=torch.long))
         point = dict(zip(mesh.axes, mesh.coordinates[place], strict=True))
         for number, (axis, kind) in enumerate(layout.partials):
             how = f"{kind} of one" if kind in ("sum", "avg") and number else kind
@@ -68,8 +68,8 @@ def local_shards(tensor: Tensor, layout: Layout, turn: int = 0) -> Bundle:
     return Bundle(shards)
 
 
-def _indices(layout: Layout, dim: int, place: int) -> Tensor:
-    return torch.tensor([i for start, stop in layout.runs(dim, place) for i in range(start, stop)], dtype=torch.long)
+def _indices(layout: Layout, dim: int, place: int) -> list[int]:
+    return [i for start, stop in layout.runs(dim, place) for i in range(start, stop)]
 
 
 def assembled(x: DTensor) -> list[Tensor]:
@@ -91,7 +91,8 @@ def assembled(x: DTensor) -> list[Tensor]:
         if key not in wholes:
             wholes[key] = torch.empty([*summands, *layout.shape], dtype=shard.dtype)
         whole = wholes[key][tuple(point[axis] for axis in kinds)]
-        index = torch.meshgrid(*(_indices(layout, dim, place) for dim in range(x.ndim)), indexing="ij") if x.ndim else ()
+        held = [torch.tensor(_indices(layout, dim, place), dtype=torch.long) for dim in range(x.ndim)]
+        index = tuple(indices.view([-1] + [1] * (x.ndim - dim - 1)) for dim, indices in enumerate(held))
         if shard.dtype in UNSIGNED:  # which torch cannot write by index
             whole, shard = whole.view(UNSIGNED[shard.dtype]), shard.contiguous().view(UNSIGNED[shard.dtype])
         whole[index] = shard

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Partial
@@ -74,7 +74,7 @@ def invalid(name: str, samples: int) -> Iterator[tuple[str, Sample]]:
         for dtype in (torch.float32, torch.int64):
             several = chosen(tolerant(op, dtype, 2), samples)
             for number, case in enumerate(several):
-                leaves, structure = tree_flatten((case.args, case.kwargs))
+                leaves, structure = case.leaves
                 for at, leaf in enumerate(leaves):
                     for what, other in _others(leaf):
                         args, kwargs = tree_unflatten([*leaves[:at], other, *leaves[at + 1 :]], structure)
@@ -148,7 +148,7 @@ def _ordinary(x: Tensor) -> bool:
 
 
 def _shown(case: Sample) -> str:
-    return str([f"{t.dtype}{list(t.shape)}" if isinstance(t, Tensor) else t for t in case.leaves])[:300]
+    return str([f"{t.dtype}{list(t.shape)}" if isinstance(t, Tensor) else t for t in case.leaves[0]])[:300]
 
 
 def _finite(value: Any) -> bool:
