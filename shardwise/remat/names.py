@@ -97,6 +97,8 @@ def version(x: Tensor) -> int:
 
 def _members(x: Any) -> tuple[Tensor, ...]:
     """The tensors that a tensor of a subclass wraps."""
+    if type(x) in _PLAIN:
+        return ()
     if isinstance(x, Bundle):
         return x.shards
     if isinstance(x, DTensor):
@@ -227,49 +229,48 @@ class Names:
         known = self.known.get(id(x))
         if known is not None and known[0]() is x:
             return known
-        found = self._before(x) or self._around(x) or self._from_outside(x)
-        self.known[id(x)] = found
+        value = self._before(x) or self._around(x) or self._from_outside(x)
+        found = self.known[id(x)] = (weakref.ref(x), value, version(x))
         return found
 
-    def _before(self, x: Tensor) -> Known | None:
+    def _before(self, x: Tensor) -> Value | None:
         """The name that the first run gave to the same tensor; another one if it was written to since."""
         known = self.first.known.get(id(x)) if self.first is not None else None
         if self.first is None or known is None or known[0]() is not x:
             return None
         writes = version(x) - known[2]
         value = self.first._came_in.get(id(x), known[1])  # before the first run wrote to it
-        return known[0], self.part(value, ("written to", writes)) if writes else value, version(x)
+        return self.part(value, ("written to", writes)) if writes else value
 
-    def _around(self, x: Tensor) -> Known | None:
+    def _around(self, x: Tensor) -> Value | None:
         """A wrapper that no operator made, around tensors of which some are known."""
-        members = _members(x) if type(x) not in _PLAIN else ()
+        members = _members(x)
         if not any(self._is_known(member) for member in members):
             return None
         values = [self.value(member) for member in members]
-        layout = x._layout if isinstance(x, DTensor) else None
-        return weakref.ref(x), self.part(values[0], (type(x), layout, *values[1:])), version(x)
+        return self.part(values[0], (type(x), x._layout if isinstance(x, DTensor) else None, *values[1:]))
 
     def _is_known(self, x: Tensor) -> bool:
         if self.knows(x) or (self.first is not None and self.first.knows(x)):
             return True
-        return any(self._is_known(member) for member in (_members(x) if type(x) not in _PLAIN else ()))
+        return any(self._is_known(member) for member in _members(x))
 
-    def _from_outside(self, x: Tensor) -> Known:
+    def _from_outside(self, x: Tensor) -> Value:
         """A tensor of which nothing is known. In the second run it stands for the first alike that is no more."""
         if type(x) is torch.nn.Parameter and self.first is None:  # which lives longer than a block
             value = self._came_in[id(x)] = Value(OUTSIDE, 0)
-            return weakref.ref(x), value, version(x)
+            return value
         weight = _cast_from(x)
         if weight is not None:
-            return weakref.ref(x), self.cast(weight, x.dtype), version(x)
+            return self.cast(weight, x.dtype)
         here = (tuple(x.shape), x.dtype, x.device, type(x))
         for other, facts, value in self.first._outside if self.first is not None else ():
             if facts == here and other() is None and value not in self._claimed:
                 self._claimed.add(value)
-                return weakref.ref(x), value, version(x)
+                return value
         value = self._came_in[id(x)] = Value(OUTSIDE, len(self._outside))
         self._outside.append((weakref.ref(x), here, value))
-        return weakref.ref(x), value, version(x)
+        return value
 
 
 def _cast_from(x: Tensor) -> Tensor | None:

@@ -18,7 +18,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -149,21 +148,21 @@ class _Inverse(Policy):
 
 
 class _Test(Policy):
-    """Saves the results of the calls that pass a test."""
+    """Saves the results of the calls that pass a test; `name` is its own in this module, or that of what makes it of `args`."""
 
-    __slots__ = ("by_operator", "test", "text")
+    __slots__ = ("args", "by_operator", "name", "test")
 
-    def __init__(self, text: str, test: Callable[[Made], bool], by_operator: bool = True) -> None:
-        self.text, self.test, self.by_operator = text, test, by_operator
+    def __init__(self, name: str, test: Callable[[Made], bool], args: Any = None, by_operator: bool = True) -> None:
+        self.name, self.test, self.args, self.by_operator = name, test, args, by_operator
 
     def choose(self, made: Made, op: Any = None, args: Sequence[Any] = ()) -> Choice:
         return Choice.SAVE if self.test(made) else Choice.RECOMPUTE
 
     def __repr__(self) -> str:
-        return f"save.{self.text}"
+        return f"save.{self.name}" if self.args is None else f"save.{self.name}({', '.join(map(repr, self.args))})"
 
-    def __reduce__(self) -> Any:  # those of this module are pickled by name
-        return self.text if self.text in __all__ else (_Test, (self.text, self.test, self.by_operator))
+    def __reduce__(self) -> Any:
+        return self.name if self.args is None else (globals()[self.name], self.args)
 
 
 _MATMULS = frozenset(
@@ -197,10 +196,6 @@ def _is_collective(made: Made) -> bool:
     return made.operator.split(".")[0] in _COLLECTIVES or _base(made.operator) in _MOVES
 
 
-def _is_one_of(names: tuple[str, ...], made: Made) -> bool:
-    return any(made.operator == name or made.operator.startswith(f"{name}.") for name in names)
-
-
 nothing = _Test("nothing", lambda made: False)
 everything = _Test("everything", lambda made: True)
 #: Matrix multiplications.
@@ -225,7 +220,7 @@ def operators(*ops: Any) -> Policy:
     save.operators('aten.mm', 'aten.sin.default')
     """
     names = tuple(sorted({_named(op) for op in ops}))
-    return _Test(f"operators({', '.join(map(repr, names))})", partial(_is_one_of, names))
+    return _Test("operators", lambda made: f"{made.operator}.".startswith(tuple([f"{name}." for name in names])), names)
 
 
 def _named(op: Any) -> str:
@@ -269,11 +264,7 @@ def regions(pattern: str) -> Policy:
     save.regions('blocks.0*')
     """
     a_text(pattern, "save.regions: pattern", "a text with the name of a region, such as 'blocks.*'")
-    return _Test(f"regions({pattern!r})", partial(_is_in, pattern), False)
-
-
-def _is_in(pattern: str, made: Made) -> bool:
-    return fnmatchcase(made.region, pattern)
+    return _Test("regions", lambda made: fnmatchcase(made.region, pattern), (pattern,), by_operator=False)
 
 
 def up_to(limit: int) -> Policy:
@@ -283,11 +274,7 @@ def up_to(limit: int) -> Policy:
     save.matmuls & save.up_to(67108864)
     """
     limit = integer(limit, "save.up_to: limit", 0)
-    return _Test(f"up_to({limit})", partial(_is_small, limit), False)
-
-
-def _is_small(limit: int, made: Made) -> bool:
-    return made.bytes <= limit
+    return _Test("up_to", lambda made: made.bytes <= limit, (limit,), by_operator=False)
 
 
 def by(function: Callable[[Any, Sequence[Any], Made], Choice | str]) -> Policy:

@@ -103,6 +103,10 @@ class BlockRun(TorchDispatchMode):
     """One run of a block."""
 
     supports_higher_order_operators = True
+    #: Given a call, its facts and its arguments: the result of an operator.
+    operate: Callable[[Invocation, Facts, Any, dict[str, Any]], Any]
+    #: Given a call, its facts and what runs it: the result of a redistribution, a draw or a compiled region.
+    whole: Callable[[Invocation, Facts, Callable[[], Any]], Any]
 
     def __init__(self, names: Names) -> None:
         super().__init__()
@@ -199,14 +203,6 @@ class BlockRun(TorchDispatchMode):
             yield
         finally:
             self._quiet = before
-
-    def operate(self, call: Invocation, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result of an operator."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how operators run")
-
-    def whole(self, call: Invocation, facts: Facts, run: Callable[[], Any]) -> Any:
-        """The result of a redistribution, a draw or a compiled region."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how regions run")
 
     # ── which values tensors are ──────────────────────────────────────────────────────────────────────────────────────
 

@@ -57,11 +57,8 @@ def contexts(policy: Policy, region: str) -> tuple[_Mode, _Mode]:
     return _First(policy, region, kept), _Second(kept)
 
 
-def _key(policy: Policy, region: str) -> str:
-    return f"{library_key()} {policy!r} {region!r}"
-
-
-HOOKS.remat_contexts, HOOKS.remat_key = contexts, _key
+HOOKS.remat_contexts = contexts
+HOOKS.remat_key = lambda policy, region: f"{library_key()} {policy!r} {region!r}"
 
 
 # ── seeing the operators of a block ───────────────────────────────────────────────────────────────────────────────────
@@ -78,6 +75,8 @@ class _Mode(TorchDispatchMode):
     """Sees the operators of a block, and the local operators inside those on DTensors."""
 
     supports_higher_order_operators = True
+    #: Runs an operator on local tensors.
+    call: Callable[[_Place, Any, Any], Any]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -122,10 +121,6 @@ class _Mode(TorchDispatchMode):
                 return rule_for(func, DTensor)(*args, **kwargs)
             self._passes = True  # this very call
             return func(*args, **kwargs)
-
-    def call(self, place: _Place, args: Any, kwargs: Any) -> Any:
-        """Run an operator on local tensors."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how operators run")
 
     @staticmethod
     def with_nodes(graph: Any, place: _Place, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
