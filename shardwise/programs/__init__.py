@@ -4,8 +4,7 @@ In the order of imports, which go down only:
 
     passes/        graph passes on local programs
     constructors   constructors of DTensors as operators of a traced program
-    gradients      reduces gradients of leaves inside a traced backward
-    training_step  whole training steps as one program: replacements for optimizer methods
+    training_step  whole training steps as one program: optimizer methods, gradients of leaves
     show           a local program as text to read
     assemble       a local program as a Python function
     capture        `capture`: a distributed function as a local program, also in debug mode

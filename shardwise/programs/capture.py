@@ -22,12 +22,11 @@ from ..comm.failures import failed
 from ..comm.tracing import is_of_one_rank, tracing
 from ..comm.watch.log import watching
 from .assemble import assemble
-from .gradients import align_leaves
 from .passes.captured import reduce_calls
 from .passes.graph import WAIT, hold
 from .passes.order import improve
 from .show import line_of, show
-from .training_step import traceable, whole_steps
+from .training_step import align_leaves, traceable, whole_steps
 
 
 class Captured(NamedTuple):

@@ -1,4 +1,4 @@
-"""Whole training steps as one program: replacements for optimizer methods that torch does not trace.
+"""Whole training steps as one program: replacements for optimizer methods that torch does not trace, and leaves' gradients.
 
 torch's `Optimizer.step` breaks the graph on purpose and its `zero_grad` refuses to be traced, because under torch.compile a
 backward lies between two graphs. A captured or compiled step has its backward inside, and needs neither.
@@ -9,16 +9,19 @@ from __future__ import annotations
 import inspect
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
-from .._torch.compiler import has_traced_backward, optimizer_hooks
+from .._torch.compiler import Function, has_traced_backward, optimizer_hooks
 from .._torch.patches import install_patches
 from .._torch.replacements import HOOKS
 from .._torch.tensors import tree_map_only
+from ..tensor.dtensor import DTensor, align_grad
 
 
 def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -77,3 +80,50 @@ def whole_steps(kind: str) -> Callable[[Any], Any]:
         return backend
 
     return mark
+
+
+# ── gradients of leaves ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def align_leaves(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+    """The graph of a user's function with every leaf that wants a gradient going through `shardwise::aligned` first.
+
+    The gradient is then reduced to the leaf's layout inside the traced backward, where it can be bucketed and overlap; eager
+    mode leaves that to a hook of the leaf, one collective after the other.
+    """
+    if not torch.is_grad_enabled():
+        return gm
+    places = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    changed, apart = False, _apart(gm)
+    for node, value in zip(places, inputs, strict=True):
+        if isinstance(value, DTensor) and value.requires_grad and value.is_leaf and node.users:
+            with gm.graph.inserting_after(places[-1]):
+                aligned = gm.graph.call_function(torch.ops.shardwise.aligned.default, (node,))
+            aligned.meta = dict(node.meta)
+            node.replace_all_uses_with(aligned, delete_user_cb=lambda user, aligned=aligned: user not in (aligned, *apart))
+            changed = True
+    if changed:
+        gm.recompile()
+    return gm
+
+
+def _apart(gm: GraphModule) -> set[Node]:
+    """Nodes that use leaves unaligned: calls of `autograd.grad`, and all nodes after the last of these."""
+    nodes = list(gm.graph.nodes)
+    asking = [i for i, node in enumerate(nodes) if node.target is torch.autograd.grad]
+    return {nodes[i] for i in asking} | set(nodes[asking[-1] :]) if asking else set()
+
+
+class _Aligned(Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> Tensor:
+        ctx.layout = x._layout.reduced()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        return align_grad(grad, ctx.layout)
+
+
+torch.library.define("shardwise::aligned", "(Tensor(a) x) -> Tensor(a)")
+torch.library.impl("shardwise::aligned", "CompositeImplicitAutograd", lambda x: _Aligned.apply(x))

@@ -20,7 +20,7 @@ from .._torch.compiler import Function, OldestFirst
 from .._torch.tensors import keeps_graph, tree_flatten, tree_unflatten
 from ..errors import RematError
 from ..tensor.dtensor import DTensor
-from .generators import devices_of, from_states, get_states
+from .generators import from_states, get_states
 from .names import ARGUMENT, OUTSIDE, Invocation, Names, Value, describe, facts_of_tensor, tensors, version
 from .policies import Policy
 from .record_replay import Cell, Done, FirstRun, SecondRun, given_back
@@ -86,7 +86,7 @@ class Block:
         self._arguments = [Value(ARGUMENT, index) for index in range(len(given))]
         self._constants = [_ARGUMENT if isinstance(x, Tensor) else x for x in leaves]
         self._saved = _Inputs.apply(torch.empty(0, requires_grad=True), *given)
-        self._states = get_states(devices_of(given))
+        self._states = get_states(given)
         self._casts = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
             for kind in sorted({"cpu", *(x.device.type for x in given)} - {"meta"})

@@ -13,11 +13,19 @@ from torch import Generator, Tensor
 States = list[tuple[Any, Tensor]]
 
 
-def get_states(devices: Iterable[torch.device] = (), generator: Generator | None = None) -> States:
-    """The states of the host's generator, of those of some devices, and of one of the user's."""
-    found: States = [(None, torch.get_rng_state())]
-    found += [(device, torch.cuda.get_rng_state(device)) for device in devices if device.type == "cuda"]
-    return found if generator is None else [*found, (generator, generator.get_state())]
+def get_states(values: Iterable[Tensor] = (), generator: Generator | None = None) -> States:
+    """The states of the generators of the host, of the devices of some tensors and the one in use, and of one of the user's."""
+    devices = set[torch.device]()
+    if torch.cuda.is_initialized():
+        devices = {x.device for x in values if x.device.type == "cuda"} | {torch.device("cuda", torch.cuda.current_device())}
+    every = [None, *sorted(devices, key=str), *([] if generator is None else [generator])]
+    return [(of, _state(of)) for of in every]
+
+
+def _state(of: Any) -> Tensor:
+    if of is None:
+        return torch.get_rng_state()
+    return of.get_state() if isinstance(of, Generator) else torch.cuda.get_rng_state(of)
 
 
 def set_states(states: States) -> None:
@@ -33,7 +41,7 @@ def set_states(states: States) -> None:
 
 @contextlib.contextmanager
 def from_states(states: States) -> Iterator[None]:
-    """In the block, draw from saved states of host and devices; afterwards these are as if nothing had been drawn.
+    """In the block, draw from saved states; afterwards generators are as if nothing had been drawn.
 
     >>> _ = torch.manual_seed(0); before = get_states(); first = torch.rand(1)
     >>> with from_states(before):
@@ -41,17 +49,9 @@ def from_states(states: States) -> Iterator[None]:
     >>> bool(again == first)
     True
     """
-    now = get_states(of for of, _ in states if of is not None)
+    now = [(of, _state(of)) for of, _ in states]
     set_states(states)
     try:
         yield
     finally:
         set_states(now)
-
-
-def devices_of(values: Iterable[Any]) -> list[torch.device]:
-    """The devices of tensors, and the one in use, that have generators of their own."""
-    if not torch.cuda.is_initialized():
-        return []
-    found = {x.device for x in values if isinstance(x, Tensor) and x.device.type == "cuda"}
-    return sorted(found | {torch.device("cuda", torch.cuda.current_device())}, key=str)

@@ -19,7 +19,7 @@ from .._torch.tensors import OpOverload, TorchDispatchMode, alias, tree_map_only
 from ..base.schema import schema_of
 from ..comm.interception import watchers
 from ..errors import RematError
-from .generators import States, devices_of, get_states, set_states
+from .generators import States, get_states, set_states
 from .names import ARGUMENT, OUTSIDE, Invocation, Names, Value, describe, facts_of_tensor, size_of, tensors, version
 from .policies import Made, Policy
 
@@ -307,7 +307,7 @@ class FirstRun(BlockRun):
 
     def _states(self, args: Any, generator: torch.Generator | None = None) -> States:
         """The states of generators, for the second run to continue from; equal states are held once."""
-        now, self._astray = get_states(devices_of(tensors(args)), generator), False
+        now, self._astray = get_states(tensors(args), generator), False
         pairs = zip(now, self._last, strict=False)
         if len(now) != len(self._last) or any(a[0] != b[0] or not torch.equal(a[1], b[1]) for a, b in pairs):
             self._last = now

@@ -68,20 +68,16 @@ def remat_module(model: nn.Module, select: str = "*", save: Policy = default) ->
     a_module(model, "remat_module: model")
     a_text(select, "remat_module: select", "a text with the name of submodules, such as 'blocks.*'")
     checked(save, "save=")
-    found = {name: module for name, module in model.named_modules() if name and _fits(name, select)}
+    modules, wanted = {name: module for name, module in model.named_modules() if name}, select.split(".")
+    parts = {name: name.split(".") for name in modules}
+    found = [name for name in modules if len(parts[name]) == len(wanted) and all(map(fnmatchcase, parts[name], wanted))]
     if not found:
-        names = [name for name, _ in model.named_modules() if name]
         raise RematError(
-            f"no module of {type(model).__name__} is called select={select!r}; its modules are {', '.join(names[:20])}"
+            f"no module of {type(model).__name__} is called select={select!r}; its modules are {', '.join(list(modules)[:20])}"
         )
-    for name, module in found.items():
-        module.forward = partial(_remat, name, partial(type(module).forward, module), save)
+    for name in found:
+        modules[name].forward = partial(_remat, name, partial(type(modules[name]).forward, modules[name]), save)
     return model
-
-
-def _fits(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def _name(function: Any) -> str:

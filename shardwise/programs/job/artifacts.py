@@ -21,18 +21,7 @@ from ...errors import CompileError
 from ...layouts.mesh import Mesh
 from .compile import TIMEOUT
 from .election import Post
-from .serialize import (
-    CompiledPrograms,
-    check_versions,
-    install,
-    loaded_libraries,
-    pack,
-    processor,
-    read_libraries,
-    unpack,
-    write_whole,
-)
-from .serialize import versions as library_versions
+from .serialize import CompiledPrograms, check_versions, install, pack, processor, read_libraries, unpack, versions, write_whole
 
 
 def save_artifacts(path: str | Path, *, timeout: float = TIMEOUT) -> None:
@@ -47,7 +36,7 @@ def save_artifacts(path: str | Path, *, timeout: float = TIMEOUT) -> None:
     target = (a_path if in_job() else file_to_write)(path, "save_artifacts: path")  # in a job one rank knows the folder
     saved = torch.compiler.save_cache_artifacts()
     artifacts = () if saved is None else (saved[0],)
-    own = CompiledPrograms(_facts(), artifacts, read_libraries(loaded_libraries()))
+    own = CompiledPrograms(_facts(), artifacts, read_libraries())
     names = [] if saved is None else [f"{kind} {key}" for kind, keys in saved[1].artifacts.items() for key in keys]
     if not in_job():
         _write(target, own)
@@ -84,7 +73,7 @@ def _write(path: Path, programs: CompiledPrograms) -> None:
 
 
 def _versions() -> dict[str, str]:
-    return {**library_versions(), "python": platform.python_version()}
+    return {**versions(), "python": platform.python_version()}
 
 
 def _facts() -> dict[str, Any]:

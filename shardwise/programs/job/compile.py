@@ -31,9 +31,8 @@ from ...errors import CompileError
 from ...layouts.text import form_of
 from ...propagation.table import library_key
 from ...tensor.dtensor import DTensor
-from ..gradients import align_leaves
 from ..passes.order import inductor_pass
-from ..training_step import traceable, whole_steps
+from ..training_step import align_leaves, traceable, whole_steps
 from .election import Election
 from .serialize import CompiledPrograms, install, loaded_libraries, pack, processor, read_libraries, unpack
 
@@ -106,21 +105,17 @@ class Backend:
         start = time.monotonic()
         gm = align_leaves(gm, inputs)
         settings = {"post_grad_custom_pre_pass": inductor_pass(), **inductor_settings(mode, options, self.dynamic)}
-        work = _Work(program_key(gm, inputs, settings), self.timeout, _shared(inputs))
+        simulated = any(isinstance(x, DTensor) and x.layout.mesh.world == "simulated" for x in inputs)
+        shared = in_job() and compiler_caches() and not simulated  # a simulated world is all in this process
+        work = _Work(program_key(gm, inputs, settings), self.timeout, shared)
         with artifacts_of_block() as artifacts, tracing(whole_moves=True):
             made = work.run(gm, inputs, settings, artifacts)
         _report.append(Compilation(work.key, work.how, time.monotonic() - start))
         return made
 
 
-def _shared(inputs: Sequence[Any]) -> bool:
-    """Whether other ranks may need the same program: a simulated world is all in this process."""
-    simulated = any(isinstance(x, DTensor) and x.layout.mesh.world == "simulated" for x in inputs)
-    return in_job() and compiler_caches() and not simulated
-
-
 class _Work:
-    """The compilation of one graph by Inductor, here or on another rank."""
+    """The compilation of one graph by Inductor, here or on another rank where others may need the same program."""
 
     def __init__(self, key: str, timeout: float, shared: bool) -> None:
         self.key, self._timeout, self._shared = key, timeout, shared
@@ -133,13 +128,12 @@ class _Work:
         try:
             made = compile_graph(gm, inputs, self._local, settings, at_once=self._shared)
             if self._election is not None and self._election.leads:
-                libraries = read_libraries(loaded_libraries() - before)
-                saved = artifacts()  # nothing where all of it came from a cache
-                self._election.publish(pack(CompiledPrograms({"processor": processor()}, (saved,) if saved else (), libraries)))
+                saved, facts = artifacts(), {"processor": processor()}  # nothing where all of it came from a cache
+                self._election.publish(pack(CompiledPrograms(facts, (saved,) if saved else (), read_libraries(before))))
             return made
         except CompileError as error:
             self.how = "failed"
-            return _raises(error)  # what a backend raises, Dynamo would wrap in an error of its own
+            return functools.partial(_fail, error)  # what a backend raises, Dynamo would wrap in an error of its own
         except BaseException as error:
             if self._election is not None:
                 self._election.fail(error)
@@ -162,11 +156,8 @@ class _Work:
         return made
 
 
-def _raises(error: CompileError) -> Callable[..., Any]:
-    def fail(*args: Any) -> Any:
-        raise error.with_traceback(None)  # raised at every call: the traceback must not grow
-
-    return fail
+def _fail(error: CompileError, *args: Any) -> Any:
+    raise error.with_traceback(None)  # raised at every call: the traceback must not grow
 
 
 # ── keys ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -27,7 +27,7 @@ from ..._torch.compiler import compiler_folder, keep_artifacts, read_artifacts
 from ...errors import CompileError
 from ...propagation.table import VERSION, library_key
 
-_MAGIC = b"shardwise artifacts 2\n"
+_MAGIC = b"shardwise artifacts 3\n"
 _DIGEST_SIZE = 32
 _LIBRARY = re.compile(r"\w\w/\w+(\.\w+)*\.so")
 #: zlib makes at most so many bytes of one.
@@ -42,21 +42,12 @@ class CompiledPrograms(NamedTuple):
     libraries: dict[str, bytes]
 
 
-class _Header(NamedTuple):
-    facts: dict[str, Any]
-    artifacts: list[int]
-    libraries: list[tuple[str, int]]
-
-    @property
-    def sizes(self) -> list[int]:
-        return [*self.artifacts, *(size for _, size in self.libraries)]
-
-
 def pack(programs: CompiledPrograms) -> bytes:
     """Compiled programs as bytes."""
     body = zlib.compress(b"".join((*programs.artifacts, *programs.libraries.values())), level=1)
-    libraries = [(name, len(part)) for name, part in programs.libraries.items()]
-    text = json.dumps(_Header(programs.facts, [len(part) for part in programs.artifacts], libraries)._asdict()).encode()
+    libraries = {name: len(part) for name, part in programs.libraries.items()}
+    sizes = {"artifacts": [len(part) for part in programs.artifacts], "libraries": libraries}
+    text = json.dumps({"facts": programs.facts, **sizes}).encode()
     content = b"".join((len(text).to_bytes(8, "little"), text, body))
     return b"".join((_MAGIC, _digest(content), content))
 
@@ -79,28 +70,29 @@ def unpack(data: bytes, source: str, check: Callable[[dict[str, Any]], None]) ->
     if _digest(memoryview(data)[start:]) != data[len(_MAGIC) : start]:
         raise CompileError(_damaged(source, f"its {len(data)} bytes are not those that were saved"))
     stop = start + 8 + int.from_bytes(data[start : start + 8], "little")
-    header = _read_header(data[start + 8 : stop], source)
-    check(header.facts)
-    body = io.BytesIO(_expanded(data[stop:], sum(header.sizes), source))
-    artifacts = tuple([body.read(size) for size in header.artifacts])
-    return CompiledPrograms(header.facts, artifacts, {name: body.read(size) for name, size in header.libraries})
+    facts, artifacts, libraries = _read_header(data[start + 8 : stop], source)
+    check(facts)
+    body = io.BytesIO(_expanded(data[stop:], sum((*artifacts, *libraries.values())), source))
+    return CompiledPrograms(
+        facts, tuple([body.read(size) for size in artifacts]), {name: body.read(size) for name, size in libraries.items()}
+    )
 
 
-def _read_header(text: bytes, source: str) -> _Header:
+def _read_header(text: bytes, source: str) -> tuple[dict[str, Any], list[int], dict[str, int]]:
+    """The facts, and the sizes of artifacts and libraries."""
     try:
-        read = json.loads(text)
-        header = _Header(read.pop("facts"), read.pop("artifacts"), [(name, size) for name, size in read.pop("libraries")])
-        names = [name for name, _ in header.libraries]
-        fits = not read and isinstance(header.facts, dict) and all(type(size) is int and size >= 0 for size in header.sizes)
-        fits = fits and all(type(name) is str for name in names) and len(set(names)) == len(names)
+        header = json.loads(text)
+        facts, artifacts, libraries = (header.pop(name) for name in ("facts", "artifacts", "libraries"))
+        sizes = [*artifacts, *libraries.values()]
+        fits = not header and isinstance(facts, dict) and all(type(size) is int and size >= 0 for size in sizes)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         fits = False
     if not fits:
         raise CompileError(_damaged(source, "its header cannot be read"))
-    outside = next((name for name in names if not _LIBRARY.fullmatch(name)), None)
+    outside = next((name for name in libraries if not _LIBRARY.fullmatch(name)), None)
     if outside is not None:
         raise CompileError(f"{source} names a library {outside!r}, which is not in the compiler's folder; do not use it")
-    return header
+    return facts, artifacts, libraries
 
 
 def _expanded(body: bytes, size: int, source: str) -> bytes:
@@ -131,9 +123,9 @@ def loaded_libraries() -> frozenset[str]:
     return frozenset(name for name in names if _LIBRARY.fullmatch(name))
 
 
-def read_libraries(names: frozenset[str]) -> dict[str, bytes]:
-    """The libraries of these names."""
-    return {name: (Path(compiler_folder()) / name).read_bytes() for name in sorted(names)}
+def read_libraries(before: frozenset[str] = frozenset()) -> dict[str, bytes]:
+    """The libraries that this process runs by now and did not run before."""
+    return {name: (Path(compiler_folder()) / name).read_bytes() for name in sorted(loaded_libraries() - before)}
 
 
 @cache

@@ -26,11 +26,11 @@ from shardwise import DTensor, Mesh, Partial, Replicate, Shard
 from shardwise._torch.compiler import local_graphs
 from shardwise.comm.tracing import tracing
 from shardwise.layouts.text import form_of
-from shardwise.programs.gradients import align_leaves
 from shardwise.programs.passes.all_reduces import SMALL, bucket
 from shardwise.programs.passes.graph import WAIT, is_view, order
 from shardwise.programs.passes.moves import MOVE, expand_moves, merge_moves
 from shardwise.programs.passes.order import _improve, improve, inductor_pass, wait_late
+from shardwise.programs.training_step import align_leaves
 from tests.conftest import SEED
 from tests.helpers.random_programs import describe, programs
 from tests.helpers.random_programs import run as run_steps
