@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from .._torch.tensors import OpOverload, below_autograd, probe, quick_call
 from ..comm.source_lines import CAPTURED
@@ -47,7 +48,7 @@ def assemble(graph: Graph, before: Before | None = None) -> Callable[[list[Any]]
         lines.append(f"{names[node]} = {_call(node, names, scope, _quickest if before is None else attrgetter('target'))}")
         gone = [names[old] for old in last.get(node, ())]
         lines += [f"del {', '.join(gone)}"] if gone else []
-    unpack = [f"{', '.join(taken)}{',' if len(taken) == 1 else ''} = inputs"] if taken else []
+    unpack = [f"{', '.join(taken)}, = inputs"] if taken else []
     scope["below_autograd"] = below_autograd  # gradients are the business of whoever runs this
     source = "\n    ".join(
         ["def program(inputs):", *unpack, "inputs.clear()", "with below_autograd():", *[f"    {x}" for x in lines]]
@@ -89,16 +90,15 @@ def _quickest(node: Node) -> Any:
     if not isinstance(target, OpOverload):
         return target
 
-    def stand_in(value: Any) -> Any:
-        if isinstance(value, Node):
-            fake = value.meta.get("val")
-            if not isinstance(fake, Tensor) or any(not isinstance(n, int) for n in (*fake.shape, *fake.stride())):
-                raise TypeError("no probe stands for this")
-            return probe(fake.shape, fake.stride(), fake.dtype)
-        return type(value)(map(stand_in, value)) if isinstance(value, list | tuple) else value
+    def stand_in(taken: Node) -> Any:
+        fake = taken.meta.get("val")
+        if not isinstance(fake, Tensor) or any(not isinstance(n, int) for n in (*fake.shape, *fake.stride())):
+            raise TypeError("no probe stands for this")
+        return probe(fake.shape, fake.stride(), fake.dtype)
 
     try:
-        return quick_call(target, [stand_in(arg) for arg in node.args], {k: stand_in(v) for k, v in node.kwargs.items()})
+        args, kwargs = map_arg((node.args, node.kwargs), stand_in)
+        return quick_call(target, list(args), dict(kwargs))
     except TypeError:
         return target._op
 

@@ -6,6 +6,7 @@ may have no DTensor among its inputs that would carry it. AOTAutograd traces thr
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -40,8 +41,14 @@ torch.library.define(
     "(Tensor x, str mesh, str placements, SymInt[]? shape, SymInt[]? stride, bool check, str grads, str library) -> Tensor",
 )
 torch.library.define("shardwise::distribute", "(Tensor x, str mesh, str placements, int? source, str library) -> Tensor")
+torch.library.define(
+    "shardwise::new",
+    "(SymInt[] shape, str mesh, str placements, ScalarType dtype, str draw, Scalar[] numbers, str library) -> Tensor",
+)
+_implementation = functools.partial(torch.library.impl, types="CompositeImplicitAutograd")
 
 
+@_implementation("shardwise::from_local")
 def _from_local(x: Tensor, mesh: str, placements: str, *options: Any) -> Tensor:
     """`DTensor.from_local`, where the ranks cannot exchange the shapes of their shards."""
     shape, stride, check, grads, _ = options
@@ -58,21 +65,12 @@ def _from_local(x: Tensor, mesh: str, placements: str, *options: Any) -> Tensor:
     return from_shards(x, layout, given and make_layout(layout.shape, on, given, layout.dtype, layout.stride))
 
 
-torch.library.impl("shardwise::from_local", "CompositeImplicitAutograd", _from_local)
-torch.library.impl(
-    "shardwise::distribute",
-    "CompositeImplicitAutograd",
-    lambda x, mesh, placements, source, library: distribute(x, _mesh(mesh), as_read(placements), source),
-)
-torch.library.define(
-    "shardwise::new",
-    "(SymInt[] shape, str mesh, str placements, ScalarType dtype, str draw, Scalar[] numbers, str library) -> Tensor",
-)
+@_implementation("shardwise::distribute")
+def _distribute(x: Tensor, mesh: str, placements: str, source: int | None, library: str) -> Tensor:
+    return distribute(x, _mesh(mesh), as_read(placements), source)
 
 
+@_implementation("shardwise::new")
 def _new(shape: Any, mesh: str, placements: str, dtype: torch.dtype, *drawn: Any) -> Tensor:
     draw, numbers, _ = drawn
     return made_tensor(shape, _mesh(mesh), as_read(placements), dtype, Draw(draw, tuple(numbers)))
-
-
-torch.library.impl("shardwise::new", "CompositeImplicitAutograd", _new)

@@ -4,7 +4,6 @@ In the order of imports, which go down only:
 
     policies       `sw.save`: which results a block saves for its backward
     names          names of values that tell how they are computed, so that a second run recognises them
-    generators     save and restore the states of random number generators
     record_replay  the two runs of a block in eager mode, operator by operator
     traced         `remat` in traced programs: asks the policy for each operator
     block          a block in eager mode: autograd saves empty cells, which the second run fills

@@ -20,10 +20,9 @@ from .._torch.compiler import Function, OldestFirst
 from .._torch.tensors import keeps_graph, tree_flatten, tree_unflatten
 from ..errors import RematError
 from ..tensor.dtensor import DTensor
-from .generators import from_states, get_states
 from .names import ARGUMENT, OUTSIDE, Invocation, Names, Value, describe, facts_of_tensor, tensors, version
 from .policies import Policy
-from .record_replay import Cell, Done, FirstRun, SecondRun, given_back
+from .record_replay import Cell, Done, FirstRun, SecondRun, from_states, get_states, given_back
 
 #: Arguments that hold no others.
 _PLAIN = (Tensor, torch.nn.Parameter, DTensor, int, float, bool, str, type(None))
@@ -55,13 +54,11 @@ class _Inputs(Function):
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, *tensors: Tensor) -> Tensor:
-        """Save tensors."""
         ctx.save_for_backward(*tensors)
         return start.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Never called."""
         raise RematError("the inputs of a block have no gradients of their own")
 
 

@@ -192,10 +192,6 @@ def _is_attention(made: Made) -> bool:
     return forward or name in ("higher_order.flex_attention", "flex_attention")
 
 
-def _is_collective(made: Made) -> bool:
-    return made.operator.split(".")[0] in _COLLECTIVES or _base(made.operator) in _MOVES
-
-
 nothing = _Test("nothing", lambda made: False)
 everything = _Test("everything", lambda made: True)
 #: Matrix multiplications.
@@ -203,7 +199,7 @@ matmuls = _Test("matmuls", lambda made: _base(made.operator) in _MATMULS)
 #: Fused attention.
 attention = _Test("attention", _is_attention)
 #: Redistributions of DTensors, and torch's own collectives.
-collectives = _Test("collectives", _is_collective)
+collectives = _Test("collectives", lambda made: made.operator.split(".")[0] in _COLLECTIVES or _base(made.operator) in _MOVES)
 #: Random numbers, dropout among them.
 random = _Test("random", lambda made: made.random)
 #: Operators of other libraries and of the user.

@@ -7,21 +7,72 @@ DTensor, and every compiled region as one operator. Neither changes the result o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from .._torch.compiler import untraced
 from .._torch.tensors import OpOverload, TorchDispatchMode, alias, tree_map_only
 from ..base.schema import schema_of
 from ..comm.interception import watchers
 from ..errors import RematError
-from .generators import States, get_states, set_states
 from .names import ARGUMENT, OUTSIDE, Invocation, Names, Value, describe, facts_of_tensor, size_of, tensors, version
 from .policies import Made, Policy
+
+# ── states of random number generators ────────────────────────────────────────────────────────────────────────────────
+
+#: The state of each generator; None stands for the host's, a device for its own.
+States = list[tuple[Any, Tensor]]
+
+
+def get_states(values: Iterable[Tensor] = (), generator: Generator | None = None) -> States:
+    """The states of the generators of the host, of the devices of some tensors and the one in use, and of one of the user's."""
+    devices = set[torch.device]()
+    if torch.cuda.is_initialized():
+        devices = {x.device for x in values if x.device.type == "cuda"} | {torch.device("cuda", torch.cuda.current_device())}
+    every = [None, *sorted(devices, key=str), *([] if generator is None else [generator])]
+    return [(of, _state(of)) for of in every]
+
+
+def _state(of: Any) -> Tensor:
+    if of is None:
+        return torch.get_rng_state()
+    return of.get_state() if isinstance(of, Generator) else torch.cuda.get_rng_state(of)
+
+
+def set_states(states: States) -> None:
+    """Restore saved states."""
+    for of, state in states:
+        if of is None:
+            torch.set_rng_state(state)
+        elif isinstance(of, Generator):
+            of.set_state(state)
+        else:
+            torch.cuda.set_rng_state(state, of)
+
+
+@contextlib.contextmanager
+def from_states(states: States) -> Iterator[None]:
+    """In the block, draw from saved states; afterwards generators are as if nothing had been drawn.
+
+    >>> _ = torch.manual_seed(0); before = get_states(); first = torch.rand(1)
+    >>> with from_states(before):
+    ...     again = torch.rand(1)
+    >>> bool(again == first)
+    True
+    """
+    now = [(of, _state(of)) for of, _ in states]
+    set_states(states)
+    try:
+        yield
+    finally:
+        set_states(now)
+
+
+# ── cells, and facts of operators ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class Cell:
@@ -299,13 +350,16 @@ class FirstRun(BlockRun):
         if outside:
             call.kept = _WRITTEN
         elif facts.kind == "sends":
-            _keep_sent(call, self._keeps(call, facts, out, args), out, written)
+            if self._keeps(call, facts, out, args):  # what a collective in place wrote, once it has
+                for work in [work for work in out if hasattr(work, "wait")] if isinstance(out, tuple) else [out]:
+                    work.wait()
+                call.kept = (out, [x.clone() for x in written])
         elif not (written or facts.kind == "empty") and self._keeps(call, facts, out, args):
             call.keep(_aliases(out))
             call.before, self._astray = None, self._astray or facts.random
         return out
 
-    def _states(self, args: Any, generator: torch.Generator | None = None) -> States:
+    def _states(self, args: Any, generator: Generator | None = None) -> States:
         """The states of generators, for the second run to continue from; equal states are held once."""
         now, self._astray = get_states(tensors(args), generator), False
         pairs = zip(now, self._last, strict=False)
@@ -338,14 +392,6 @@ class FirstRun(BlockRun):
 
 def _aliases(out: Any) -> Any:
     return alias(out) if isinstance(out, Tensor) else tree_map_only(Tensor, alias, out)
-
-
-def _keep_sent(call: Invocation, keeps: bool, out: Any, written: Sequence[Tensor]) -> None:
-    """Save what a collective in place wrote, once it has."""
-    if keeps:
-        for work in [work for work in out if hasattr(work, "wait")] if isinstance(out, tuple) else [out]:
-            work.wait()
-        call.kept = (out, [x.clone() for x in written])
 
 
 # ── the second run ────────────────────────────────────────────────────────────────────────────────────────────────────

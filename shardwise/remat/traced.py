@@ -36,6 +36,13 @@ from .record_replay import facts_of
 KEY = torch.ops.shardwise.random_key.default
 DRAW = torch.ops.shardwise.draw.default
 MOVE = torch.ops.shardwise.move.default
+#: Operators that start a collective, whose result has to be waited for, as torch's own do.
+_STARTING = (torch.ops.shardwise.exchange.default, torch.ops.shardwise.messages.default)
+#: The choices for torch's partitioner.
+_TAGS = {
+    **dict.fromkeys((Choice.SAVE, Choice.MUST_SAVE), CheckpointPolicy.MUST_SAVE),
+    **{Choice.RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE, Choice.MUST_RECOMPUTE: CheckpointPolicy.MUST_RECOMPUTE},
+}
 _numbers = itertools.count()
 
 
@@ -199,18 +206,21 @@ class _First(_Mode):
 
     def _apply(self, call: _TracedCall, choice: Choice) -> None:
         """Tag the nodes of a call with the choice, or save its result for the second trace."""
-        place, writes = call.place, bool(facts_of(call.place.func).writes)
-        if place.func is WAIT and id(call.args[0]) in self._started:
+        place, func, writes = call.place, call.place.func, bool(facts_of(call.place.func).writes)
+        if func is WAIT and id(call.args[0]) in self._started:
             _, start, choice = self._started[id(call.args[0])]
             if choice.saves and not self._tags:
                 self._kept[start] = self._kept[place] = snapshot(call.out)
-        elif _starts(place.func):
+        elif func in _STARTING or (func is not WAIT and getattr(func, "namespace", "") == "_c10d_functional"):
             self._started[id(call.out)] = call.out, place, choice
         elif choice.saves and not self._tags and (call.random or not writes):
             in_place = writes and traced_graph() is None
             self._kept[place] = snapshot(call.out.clone() if in_place else call.out)
+        # torch's partitioner may recompute pointwise operators after all where it can fuse them
+        fuses = choice is Choice.SAVE and torch.Tag.pointwise in getattr(func, "tags", ())
         for node in call.nodes:
-            node.meta["recompute"], node.meta["ac_graph_id"] = _tag(choice, place.func), self._id
+            node.meta["recompute"] = CheckpointPolicy.PREFER_SAVE if fuses else _TAGS[choice]
+            node.meta["ac_graph_id"] = self._id
 
 
 class _Second(_Mode):
@@ -237,20 +247,6 @@ class _Second(_Mode):
 # ── facts of operators ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _tag(choice: Choice, func: Any) -> CheckpointPolicy:
-    """The choice for torch's partitioner, which may recompute pointwise operators after all where it can fuse them."""
-    fuses = choice is Choice.SAVE and torch.Tag.pointwise in getattr(func, "tags", ())
-    return CheckpointPolicy.PREFER_SAVE if fuses else _TAGS[choice]
-
-
-_TAGS = {
-    Choice.SAVE: CheckpointPolicy.MUST_SAVE,
-    Choice.MUST_SAVE: CheckpointPolicy.MUST_SAVE,
-    Choice.RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
-    Choice.MUST_RECOMPUTE: CheckpointPolicy.MUST_RECOMPUTE,
-}
-
-
 def _bytes(call: _TracedCall) -> int:
     """The bytes of the results of an operator on local tensors; of several ranks in one process, of the first."""
     return sum(hint(x.numel()) * x.element_size() for x in tensors(call.out))
@@ -262,11 +258,3 @@ def _is_random(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return not isinstance(func, OpOverload)
     about = schema_of(func)
     return "dropout_p" not in about.names or about.named(args, kwargs).get("dropout_p", 0.0) != 0.0
-
-
-def _starts(func: Any) -> bool:
-    """Whether an operator starts a collective, whose result has to be waited for."""
-    if not isinstance(func, OpOverload) or func is WAIT:
-        return False
-    own = (torch.ops.shardwise.exchange.default, torch.ops.shardwise.messages.default)
-    return func.namespace == "_c10d_functional" or func in own

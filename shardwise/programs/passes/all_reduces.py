@@ -281,7 +281,11 @@ def _put_together(members: list[Reduction]) -> None:
     """Replace all-reduces by one of their concatenation, at the place of the last."""
     last = members[-1].start
     with last.graph.inserting_before(last):
-        flat = [_flat(one) for one in members]
+        flat = []
+        for one in members:
+            packed = value(one.x).is_contiguous()
+            x = one.x if packed else add(CLONE, (one.x,), one.start, memory_format=torch.contiguous_format)
+            flat.append(add(aten.view.default, (x, [value(x).numel()]), one.start))
         wait = _reduced(add(aten.cat.default, (flat,), last), last, members)
         parts, begin = {}, 0
         for one in members:
@@ -294,13 +298,6 @@ def _put_together(members: list[Reduction]) -> None:
     _use_later(members[0].start, parts, flat[0])
     for one in members:
         last.graph.erase_node(one.start)
-
-
-def _flat(one: Reduction) -> Node:
-    x = one.x
-    if not value(x).is_contiguous():
-        x = add(CLONE, (x,), one.start, memory_format=torch.contiguous_format)
-    return add(aten.view.default, (x, [value(x).numel()]), one.start)
 
 
 def _use_later(first: Node, parts: dict[Node, Node], until: Node) -> None:

@@ -53,9 +53,7 @@ def foreach_name(node: Node) -> tuple[str, str] | None:
 def nbytes(node: Node) -> int | None:
     """The bytes of a node's tensor; None where they are not known."""
     found = value(node)
-    if not isinstance(found, Tensor):
-        return None
-    count = found.numel()
+    count = found.numel() if isinstance(found, Tensor) else None
     return count * found.element_size() if type(count) is int else None
 
 
