@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch.symbols import hint
 from .._torch.tensors import is_wrapper, tree_leaves
 from ..comm import Bundle
 from ..tensor.dtensor import DTensor
@@ -305,7 +306,7 @@ def size_of(x: Tensor) -> int:
     """
     if isinstance(x, DTensor):
         return x._layout.nbytes
-    return x.element_size() * max(shard.numel() for shard in (x.shards if isinstance(x, Bundle) else (x,)))
+    return x.element_size() * max(hint(shard.numel()) for shard in (x.shards if isinstance(x, Bundle) else (x,)))
 
 
 def facts_of_tensor(x: Tensor) -> tuple[Any, ...]:

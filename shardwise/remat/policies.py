@@ -215,17 +215,12 @@ def operators(*ops: Any) -> Policy:
     >>> operators(torch.ops.aten.mm, "aten.sin.default")
     save.operators('aten.mm', 'aten.sin.default')
     """
-    names = tuple(sorted({_named(op) for op in ops}))
+    for op in ops:
+        if not (isinstance(op, str) or callable(op)) or "." not in str(op) or " " in str(op):
+            text = "give `torch.ops.aten.mm`, one of its overloads, or a name such as 'aten.mm'"
+            raise RematError(f"{shown(op)} of *ops is no operator: {text}")
+    names = tuple(sorted(set(map(str, ops))))
     return _Test("operators", lambda made: f"{made.operator}.".startswith(tuple([f"{name}." for name in names])), names)
-
-
-def _named(op: Any) -> str:
-    name = str(op) if isinstance(op, str) or callable(op) else ""
-    if "." not in name or " " in name:
-        raise RematError(
-            f"{shown(op)} of *ops is no operator: give `torch.ops.aten.mm`, one of its overloads, or a name such as 'aten.mm'"
-        )
-    return name
 
 
 # ── by anything else ──────────────────────────────────────────────────────────────────────────────────────────────────

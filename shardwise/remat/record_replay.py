@@ -24,34 +24,22 @@ from .policies import Made, Policy
 
 # ── states of random number generators ────────────────────────────────────────────────────────────────────────────────
 
-#: The state of each generator; None stands for the host's, a device for its own.
-States = list[tuple[Any, Tensor]]
+States = list[tuple[Generator, Tensor]]
 
 
 def get_states(values: Iterable[Tensor] = (), generator: Generator | None = None) -> States:
     """The states of the generators of the host, of the devices of some tensors and the one in use, and of one of the user's."""
-    devices = set[torch.device]()
+    found = [torch.default_generator, *([] if generator is None else [generator])]
     if torch.cuda.is_initialized():
-        devices = {x.device for x in values if x.device.type == "cuda"} | {torch.device("cuda", torch.cuda.current_device())}
-    every = [None, *sorted(devices, key=str), *([] if generator is None else [generator])]
-    return [(of, _state(of)) for of in every]
-
-
-def _state(of: Any) -> Tensor:
-    if of is None:
-        return torch.get_rng_state()
-    return of.get_state() if isinstance(of, Generator) else torch.cuda.get_rng_state(of)
+        devices = {torch.cuda.current_device(), *(x.device.index for x in values if x.device.type == "cuda")} - {None}
+        found += [torch.cuda.default_generators[device] for device in sorted(devices)]
+    return [(one, one.get_state()) for one in found]
 
 
 def set_states(states: States) -> None:
     """Restore saved states."""
-    for of, state in states:
-        if of is None:
-            torch.set_rng_state(state)
-        elif isinstance(of, Generator):
-            of.set_state(state)
-        else:
-            torch.cuda.set_rng_state(state, of)
+    for one, state in states:
+        one.set_state(state)
 
 
 @contextlib.contextmanager
@@ -64,7 +52,7 @@ def from_states(states: States) -> Iterator[None]:
     >>> bool(again == first)
     True
     """
-    now = [(of, _state(of)) for of, _ in states]
+    now = [(one, one.get_state()) for one, _ in states]
     set_states(states)
     try:
         yield
@@ -150,10 +138,20 @@ def _read(op: Any) -> Facts:
     return Facts(str(op), op, writes, _HIDDEN.get(about.name, ()), about.view and not writes, about.random, kind)
 
 
-class BlockRun(TorchDispatchMode):
-    """One run of a block."""
+class RematMode(TorchDispatchMode):
+    """A dispatch mode of `remat`, which sees operators that take functions, and under which compiled functions run compiled."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch asks."""
+        return True
+
+
+class BlockRun(RematMode):
+    """One run of a block."""
+
     #: Given a call, its facts and its arguments: the result of an operator.
     operate: Callable[[Invocation, Facts, Any, dict[str, Any]], Any]
     #: Given a call, its facts and what runs it: the result of a redistribution, a draw or a compiled region.
@@ -166,11 +164,6 @@ class BlockRun(TorchDispatchMode):
         self._draws = 0
         self._current: Invocation | None = None
         self._others: Any = ()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """torch asks: compiled functions run compiled under this mode."""
-        return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

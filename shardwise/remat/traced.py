@@ -22,16 +22,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from .._torch.compiler import has_backward_inside, is_joint, order_kept, saved_hooks, snapshot, traced_graph
 from .._torch.patches import install_patches
 from .._torch.replacements import HOOKS
-from .._torch.symbols import hint
-from .._torch.tensors import OpOverload, TorchDispatchMode, rule_for, tree_leaves
+from .._torch.tensors import OpOverload, rule_for, tree_leaves
 from ..base.schema import schema_of
 from ..layouts.text import Form
 from ..programs.passes.graph import AGAIN, WAIT
 from ..propagation.table import library_key
 from ..tensor.dtensor import DTensor
-from .names import tensors
+from .names import size_of, tensors
 from .policies import Choice, Made, Policy
-from .record_replay import facts_of
+from .record_replay import RematMode, facts_of
 
 KEY = torch.ops.shardwise.random_key.default
 DRAW = torch.ops.shardwise.draw.default
@@ -78,20 +77,17 @@ class _Place(NamedTuple):
     number: int
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(RematMode):
     """Sees the operators of a block, and the local operators inside those on DTensors."""
 
-    supports_higher_order_operators = True
+    #: Called before the block; contexts entered there are left after it.
+    begin: Callable[[ExitStack], None]
     #: Runs an operator on local tensors.
     call: Callable[[_Place, Any, Any], Any]
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """torch asks whether its compiler may run under this mode."""
-        return True
-
-    def __init__(self) -> None:
+    def __init__(self, kept: dict[_Place, Callable[[], Any]]) -> None:
         super().__init__()
+        self._kept = kept
         self._depth, self._counts, self._around, self._passes = 0, Counter[Any](), ExitStack(), False
 
     def __enter__(self) -> Any:
@@ -117,9 +113,6 @@ class _Mode(TorchDispatchMode):
         number = self._counts[func]
         self._counts[func] += 1
         return self.call(_Place(func, number), args, kwargs)
-
-    def begin(self, around: ExitStack) -> None:
-        """Called before the block; contexts entered here are left after it."""
 
     def inside(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on DTensors, and see what it does."""
@@ -153,8 +146,8 @@ class _First(_Mode):
     """Asks the policy what becomes of each result."""
 
     def __init__(self, policy: Policy, region: str, kept: dict[_Place, Callable[[], Any]]) -> None:
-        super().__init__()
-        self._policy, self._region, self._kept = policy, region, kept
+        super().__init__(kept)
+        self._policy, self._region = policy, region
         self._open: list[list[_TracedCall]] = []  # the local calls of each running operator on DTensors
         self._started: dict[int, tuple[Any, _Place, Choice]] = {}  # collectives, by what their wait takes
 
@@ -179,7 +172,7 @@ class _First(_Mode):
         choice = self._choose(_TracedCall(_Place(func, number), args, _is_random(func, args, kwargs)), nbytes or 0)
         locals_ = {id(x._local) for x in results}
         for call in calls:
-            own = self._choose(call, _bytes(call) if nbytes is None else nbytes)
+            own = self._choose(call, nbytes)
             is_result = any(id(x) in locals_ for x in tree_leaves(call.out))
             self._apply(call, choice if is_result and choice.saves and not own.saves else own)
         return out
@@ -190,10 +183,10 @@ class _First(_Mode):
         if self._open:
             self._open[-1].append(call)
         else:
-            self._apply(call, self._choose(call, _bytes(call)))
+            self._apply(call, self._choose(call))
         return out
 
-    def _choose(self, call: _TracedCall, nbytes: int) -> Choice:
+    def _choose(self, call: _TracedCall, nbytes: int | None = None) -> Choice:
         func, args = call.place.func, call.args
         if func is KEY or (call.random and not self._tags):  # a second draw would give other numbers
             return Choice.MUST_SAVE
@@ -201,6 +194,8 @@ class _First(_Mode):
             return Choice.RECOMPUTE
         if func is MOVE:
             nbytes = Form.read(args[3]).layout(args[1], args[0].dtype).concrete.nbytes
+        elif nbytes is None:
+            nbytes = sum(map(size_of, tensors(call.out)))
         made = Made(str(func), self._region, call.place.number, nbytes, call.random or func is DRAW)
         return self._policy.choose(made, func, args)
 
@@ -226,10 +221,6 @@ class _First(_Mode):
 class _Second(_Mode):
     """Gives the saved results, and computes the rest."""
 
-    def __init__(self, kept: dict[_Place, Callable[[], Any]]) -> None:
-        super().__init__()
-        self._kept = kept
-
     def begin(self, around: ExitStack) -> None:
         around.enter_context(saved_hooks())
         around.enter_context(order_kept())
@@ -245,11 +236,6 @@ class _Second(_Mode):
 
 
 # ── facts of operators ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _bytes(call: _TracedCall) -> int:
-    """The bytes of the results of an operator on local tensors; of several ranks in one process, of the first."""
-    return sum(hint(x.numel()) * x.element_size() for x in tensors(call.out))
 
 
 def _is_random(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

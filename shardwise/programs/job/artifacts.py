@@ -112,7 +112,8 @@ _FAILED = "save_artifacts failed on rank 0 with {}"
 
 
 def _collect(path: Path, own: CompiledPrograms, have: set[str], timeout: float) -> None:
-    """Write the programs of this rank and those that only others have; tell the others how it went."""
+    """Write the programs of this rank and those that only others have, without libraries for other CPUs than this rank's; tell
+    the others how it went."""
     post, rest = Post("artifacts"), []
     try:
         file_to_write(path, "save_artifacts: path")
@@ -123,7 +124,9 @@ def _collect(path: Path, own: CompiledPrograms, have: set[str], timeout: float) 
                 rest.append(rank)
         post.put("wanted", json.dumps(rest).encode())
         others = [unpack(_wait(post, f"programs/{r}", r, timeout), f"rank {r}", lambda facts: None) for r in rest]
-        _write(path, _merged([own, *others]))
+        alike = [part.libraries for part in (own, *others) if part.facts["processor"] == own.facts["processor"]]
+        libraries = {name: content for part in alike for name, content in part.items()}
+        _write(path, CompiledPrograms(own.facts, sum((part.artifacts for part in others), own.artifacts), libraries))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         post.put("error", reason.encode())
@@ -148,10 +151,3 @@ def _wait(post: Post, name: str, rank: int, timeout: float) -> bytes:
         return late if waited > timeout else ""
 
     return post.wait(name, trouble)
-
-
-def _merged(parts: list[CompiledPrograms]) -> CompiledPrograms:
-    """The programs of all ranks as one; libraries of another CPU than rank 0's are left out."""
-    alike = [part for part in parts if part.facts["processor"] == parts[0].facts["processor"]]
-    libraries = {name: content for part in alike for name, content in part.libraries.items()}
-    return CompiledPrograms(parts[0].facts, tuple(data for part in parts for data in part.artifacts), libraries)

@@ -6,6 +6,7 @@ nothing of layouts.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -80,11 +81,7 @@ def mutates(node: Node) -> bool:
 
 def epochs(graph: Graph) -> dict[Node, int]:
     """For each node how many nodes before it write to memory: a value may be read elsewhere only in the same epoch."""
-    found, epoch = {}, 0
-    for node in graph.nodes:
-        found[node] = epoch
-        epoch += mutates(node)
-    return found
+    return dict(zip(graph.nodes, itertools.accumulate(map(mutates, graph.nodes), initial=0), strict=False))
 
 
 def escapes(node: Node) -> bool:
@@ -148,9 +145,3 @@ def hold(graph: Graph) -> None:
     for node in [node for node in graph.nodes if node.target is WAIT]:
         with graph.inserting_after(node):
             graph.call_function(KEEP, (node,))
-
-
-def release(graph: Graph) -> None:
-    """Undo `hold`."""
-    for node in [node for node in graph.nodes if node.target is KEEP]:
-        graph.erase_node(node)

@@ -79,18 +79,13 @@ def _make_once(graph: Graph) -> int:
     every = moves(graph)
     for node in every:
         it = Move(*node.args)
-        source = _source(it.x, epoch)
+        source = it.x
+        while source.target in _SAME and epoch[source.all_input_nodes[0]] == epoch[source]:
+            source = source.all_input_nodes[0]
         known = first.setdefault((source, tuple(it.shape), it.have, it.want, epoch[node], node.meta.get(AGAIN)), node)
         if known is not node:
             replace(node, known)
     return len(every) - len(first)
-
-
-def _source(node: Node, epoch: dict[Node, int]) -> Node:
-    """The node from which a node has its value unchanged."""
-    while node.target in _SAME and epoch[node.all_input_nodes[0]] == epoch[node]:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _join(graph: Graph) -> int:

@@ -15,7 +15,7 @@ from ..._torch.compiler import inductor_pass as new_inductor_pass
 from ...comm.tracing import is_of_one_rank
 from ...propagation.table import library_key
 from .all_reduces import bucket, reduce_later
-from .graph import WAIT, is_view, mutates, release, remove_dead
+from .graph import KEEP, WAIT, is_view, mutates, remove_dead
 from .moves import expand_moves, merge_moves
 
 
@@ -42,7 +42,8 @@ def _improve(graph: Graph, decompositions: dict[Any, Any] | None = None) -> dict
     alike = not is_of_one_rank()
     changes = {"merge_moves": merge_moves(graph)} if alike else {}
     changes["expand_moves"] = expand_moves(graph, decompositions)
-    release(graph)
+    for node in graph.find_nodes(op="call_function", target=KEEP):  # they have kept collectives alive this far
+        graph.erase_node(node)
     dead = remove_dead(graph, alike)
     if alike:
         changes["reduce_later"] = reduce_later(graph)
