@@ -22,7 +22,7 @@ from ..base.caches import memo
 from ..comm import transport
 from ..comm.processes import deferred
 from ..comm.tracing import current
-from ..errors import OperatorError, Unsettled
+from ..errors import LayoutError, OperatorError, Unsettled
 from ..layouts.from_placements import Placements, make_layout
 from ..layouts.layout import Factor, Layout, PerRank, dense_stride, restore_layout
 from ..layouts.mesh import Mesh, chosen
@@ -149,8 +149,14 @@ class DTensor(torch.Tensor):
         return _redistributed(self, wanted, dtype, async_op, max_bytes)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
-        """The whole tensor as a new ordinary one, on every rank of the mesh: writes to it never reach this tensor."""
+        """The whole tensor as a new ordinary one, on every rank of the mesh: writes to it never reach this tensor. Gradients
+        along an axis are the same, or, with `grad_placements` Partial, summands."""
         layout = None if grad_placements is None else make_layout(self.shape, self.mesh, grad_placements, self.dtype)
+        if layout is not None and layout.without(dict(layout.partials)) is not layout.replicated():
+            raise LayoutError(
+                f"full_tensor: grad_placements give {layout}, but the gradient of a whole tensor is whole on every rank: "
+                "Replicate() or Partial() along each axis"
+            )
         whole = self.redistribute(placements=self._layout.replicated())
         differentiable = whole.requires_grad and torch.is_grad_enabled()
         found: Tensor = _ToPlain.apply(whole, layout) if differentiable else transport(self.mesh).plain(whole._local)

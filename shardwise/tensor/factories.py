@@ -46,7 +46,10 @@ def _new(  # noqa: PLR0913  torch's keywords
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: Mesh | Any = None,
+    **unknown: Any,
 ) -> DTensor:
+    if unknown:
+        refuse("a keyword of a new tensor", f"one of {', '.join(Keywords.__annotations__)}", next(iter(unknown)))
     shape = sizes(size[0] if len(size) == 1 and not isinstance(size[0], int) else size, "size")
     optional(a_dtype, dtype, "dtype")
     flag(requires_grad, "requires_grad")

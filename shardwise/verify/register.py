@@ -104,7 +104,7 @@ def _check_operator(facts: Any, samples: Sequence[Any]) -> None:
         )
     for sample in samples:
         if not isinstance(sample, tuple):
-            raise OperatorError(f"each sample of {facts.name} is a tuple of its arguments, got a {type(sample).__name__}")
+            refuse(f"each of the samples of {facts.name}", "a tuple of its arguments", sample)
 
 
 def _prove(name: str, row: Rule, overload: Any, samples: Sequence[tuple[Any, ...]]) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise import Mesh, Replicate, Shard, debug, p2p, save
+from shardwise import Mesh, Partial, Replicate, Shard, debug, p2p, save
 from shardwise.layouts.layout import Factor
 from shardwise.package.manifest import Manifest, Slot
 from shardwise.pipeline.schedule import gpipe
@@ -120,7 +120,7 @@ CALLS: dict[str, Callable[[World], tuple[Any, ...]]] = {
     ),
     "DTensor.to_local": lambda w: call(w.x.to_local, grad_placements=[Shard(0), Replicate()]),
     "DTensor.redistribute": lambda w: call(w.x.redistribute, w.mesh, [Replicate(), Shard(0)], max_bytes=2**20),
-    "DTensor.full_tensor": lambda w: call(w.x.full_tensor, grad_placements=[Shard(0), Replicate()]),
+    "DTensor.full_tensor": lambda w: call(w.x.full_tensor, grad_placements=[Partial(), Replicate()]),
     "DTensor.numpy": lambda w: call(w.x.numpy, force=True),
     "DTensor.requires_grad_": lambda w: call(w.x.detach().requires_grad_, True),
     "Layout.of": lambda w: call(sw.Layout.of, w.mesh, [[Factor(8, ("dp",), (4, 4))]], [("tp", "sum")], torch.float32, (1,)),

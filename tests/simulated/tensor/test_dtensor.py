@@ -253,3 +253,19 @@ def test_pairs_of_what_is_not_a_sum(kind: str) -> None:
         spread = sw.DTensor.from_local(sw.Bundle(pairs), mesh, [sw.Partial(kind)])
         want = torch.view_as_complex(torch.maximum(*pairs))
         torch.testing.assert_close(torch.view_as_complex(spread).full_tensor(), want)
+
+
+def test_the_gradient_of_a_whole_tensor_is_whole_or_a_summand_on_every_rank() -> None:
+    x = sw.ones(4, 6, mesh=MESH, placements=[Shard(0), Shard(1)], requires_grad=True)
+    x.full_tensor(grad_placements=[Partial(), Replicate()]).square().sum().backward()
+    assert x.grad is not None and x.grad.layout is x.layout
+    assert torch.equal(x.grad.full_tensor(), torch.full((4, 6), 4.0))  # the gradient 2, from two ranks along dp
+    with pytest.raises(
+        sw.LayoutError, match=r"the gradient of a whole tensor is whole on every rank: Replicate\(\) or Partial"
+    ):
+        x.full_tensor(grad_placements=[Shard(0), Replicate()])
+
+
+def test_new_tensors_say_which_keywords_they_take() -> None:
+    with pytest.raises(TypeError, match=r"a keyword of a new tensor is one of mesh, placements, dtype, .*, got 'device'"):
+        sw.zeros(4, mesh=MESH, device="cpu")  # type: ignore[call-arg]
