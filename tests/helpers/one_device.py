@@ -7,12 +7,14 @@ A `Sample` is a function of tensors and the tensors to call it with. `check(samp
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
 from shardwise import DTensor, Mesh, Partial, Replicate, Shard
@@ -57,10 +59,7 @@ def every_placement(tensor: Tensor, mesh: Mesh, partial: bool = True) -> Iterato
 def placements_of(sample: Sample, mesh: Mesh, limit: int, seed: int = 0) -> list[tuple[Any, ...]]:
     """Combinations of placements of a sample's tensors: all, or a fixed random choice of `limit`."""
     every = [list(every_placement(t, mesh, sample.partial)) for t in sample.tensors]
-    total = 1
-    for options in every:
-        total *= len(options)
-    if total <= limit:
+    if math.prod(map(len, every)) <= limit:
         return list(itertools.product(*every))
     generator = torch.Generator().manual_seed(seed)
     picks = [[int(torch.randint(len(o), (), generator=generator)) for o in every] for _ in range(limit)]
@@ -75,16 +74,10 @@ def check(sample: Sample, mesh: Mesh, placements: Sequence[Any]) -> None:
     layouts = [x.layout for x in spread]
     got = sample.function(*spread)
     about = f"{[repr(layout) for layout in layouts]} on {mesh}"
-    for one, other in zip(_flat(got), _flat(want), strict=True):
+    for one, other in zip(tree_leaves(got), tree_leaves(want), strict=True):
         equal(one, other, about, sample)
     for i in sample.mutates:
         equal(spread[i], dense[i], f"written argument {i}: {about}", sample)
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, list | tuple):
-        return [x for item in value for x in _flat(item)]
-    return [value]
 
 
 def equal(got: Any, want: Any, about: str, sample: Sample | None = None) -> None:
