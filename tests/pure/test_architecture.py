@@ -258,21 +258,21 @@ LINES = {
     "layouts": 1800,  # meshes, placements, layouts
     "planning": 1420,  # search, bounds and proof of plans
     "propagation": 830,  # notation, table and decision
-    "comm": 3950,  # two worlds, failures, and what watches
-    "redistribution": 1100,  # plans on local tensors
-    "random": 950,  # numbers by global index, with kernels for GPUs
-    "kernels": 750,  # integer powers, grouped products, parts of attention
-    "tensor": 3150,  # the subclass, dispatch, constructors, checkpoints
-    "p2p": 950,  # messages
-    "rules": 5650,  # some 590 rows
-    "programs": 2500,  # capture, passes, one compilation for a job
-    "remat": 1800,  # eager and traced
+    "comm": 3680,  # two worlds, failures, and what watches
+    "redistribution": 970,  # plans on local tensors
+    "random": 930,  # numbers by global index, with kernels for GPUs
+    "kernels": 680,  # integer powers, grouped products, parts of attention
+    "tensor": 2950,  # the subclass, dispatch, constructors, checkpoints
+    "p2p": 880,  # messages
+    "rules": 5080,  # some 590 rows
+    "programs": 2290,  # capture, passes, one compilation for a job
+    "remat": 1690,  # eager and traced
     "pipeline": 1070,  # schedules and the loop that runs them
     "package": 1030,  # export and load
     "verify": 1620,  # proof and sweeps
 }
-WHOLE = 31_700  # of the package
-MAX_IGNORES = 30
+WHOLE = 29_300  # of the package: what it does, said once; a capability that needs more says so above
+MAX_IGNORES = 20
 
 
 def lines_of(folder: str) -> int:
