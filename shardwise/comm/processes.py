@@ -105,6 +105,8 @@ class Seat:
 class Processes:
     """The transport to the running torch.distributed job."""
 
+    holds_all = False
+
     def __init__(self) -> None:
         self._job: Callable[[], Any] = lambda: None
         self._seats: WeakKeyDictionary[Mesh, Seat] = WeakKeyDictionary()  # by roots: a mesh that nobody holds is forgotten

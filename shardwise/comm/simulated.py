@@ -211,6 +211,8 @@ class Simulated(Transport):
     (tensor([1.]), tensor([1.]))
     """
 
+    holds_all = True
+
     def traced(self, x: Tensor) -> bool:
         """Never: all ranks are in this process, and what one of them knows is no secret of another."""
         return False

@@ -34,6 +34,9 @@ class Transport(Protocol):
     the same order. A rank that is not in the mesh may call it: it communicates nothing, and its result has the shape of the
     first place's."""
 
+    #: Whether the shards of all ranks are in this process.
+    holds_all: bool
+
     def ready(self, mesh: Mesh) -> None:
         """Make whatever communication on the mesh needs, since a graph from a compile cache runs where nothing was traced."""
         return None  # a world may have nothing to make, and no one to ask or to tell

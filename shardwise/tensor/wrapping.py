@@ -32,7 +32,7 @@ def wrap(cls: Any, local: Tensor, layout: Layout) -> Any:
     device = local.device if local.is_meta else layout.device
     self = make_wrapper(cls, layout.shape, layout.stride, None, None, layout.dtype, torch.strided, device)
     self._local, self._layout = local, layout
-    if not layout.even and layout.mesh.world != "simulated":
+    if not layout.even and not transport(layout.mesh).holds_all:
         mark_specific(layout)
     return self
 

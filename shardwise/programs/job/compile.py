@@ -25,6 +25,7 @@ from torch.fx import GraphModule
 from ..._torch.compiler import artifacts_of_block, compile_graph, compile_local, compiler_caches, inductor_settings, is_kept
 from ..._torch.patches import install_patches
 from ...base.argument_checks import a_function, flag, number, optional
+from ...comm import transport
 from ...comm.failures import in_job
 from ...comm.tracing import tracing
 from ...errors import CompileError
@@ -105,8 +106,8 @@ class Backend:
         start = time.monotonic()
         gm = align_leaves(gm, inputs)
         settings = {"post_grad_custom_pre_pass": inductor_pass(), **inductor_settings(mode, options, self.dynamic)}
-        simulated = any(isinstance(x, DTensor) and x.layout.mesh.world == "simulated" for x in inputs)
-        shared = in_job() and compiler_caches() and not simulated  # a simulated world is all in this process
+        alone = any(isinstance(x, DTensor) and transport(x.mesh).holds_all for x in inputs)
+        shared = in_job() and compiler_caches() and not alone
         work = _Work(program_key(gm, inputs, settings), self.timeout, shared)
         with artifacts_of_block() as artifacts, tracing(whole_moves=True):
             made = work.run(gm, inputs, settings, artifacts)
