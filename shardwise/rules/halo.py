@@ -1,5 +1,5 @@
-"""`Halo`: the rows that windows along a sharded dim need of other ranks' shards; received before an operator runs, and their
-gradients given back after it.
+"""`Halo`: the borders of other ranks' shards that windows along a sharded dim reach into. They are received before an operator
+runs; their gradients are sent back.
 
 A rank's *stretch* is every row that its windows look at, padding included: its own rows, those that others send it, and rows
 outside of the tensor, which are zeros until they are filled. Reads local values and shardings; knows nothing of operators.

@@ -1,4 +1,4 @@
-"""`windowed`: rows of convolution and pooling, which also run on a sharded plane. Each rank computes some of the windows, from
+"""`windowed`: rules of convolution and pooling for a plane that may be sharded. Each rank computes some of the windows, from
 its shard and the rows that other ranks send it; where no window crosses a border, nothing is sent.
 
 The windows along a sharded dim are sharded by the same axes, into sizes that follow. Whether rows are sent, or the sharding is

@@ -1,5 +1,5 @@
-"""What the command line checks: every rule, for soundness and completeness on samples of its operators, and every operator of
-torch's database, whose results, written arguments and gradients on many placements have to be those of one device.
+"""The two sweeps of `python -m shardwise verify`: over rules (are they sound, are they complete?) and over the operators of
+torch's database (are results, written arguments and gradients those of one device, on many placements?).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Graph passes: what makes a local program better whatever it computes.
+"""`improve`: runs the graph passes on a local program, in their order.
 
 `improve` takes the fx graph of a local program as AOTAutograd gives it, forward or backward, and rewrites it in place. Every
 rank has the same graph and rewrites it in the same way. Where ranks hold shards of different shapes, and so have graphs of
